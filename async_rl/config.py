@@ -295,9 +295,9 @@ class ClusterConfig:
     gpus_per_rank: float = 0.0
     """GPUs of one trainer rank."""
     cpus_per_replica: float = 1.0
-    """CPUs of one engine replica."""
+    """CPUs of one engine replica, on all its nodes together."""
     gpus_per_replica: float | None = None
-    """GPUs of one engine replica.
+    """GPUs of one engine replica, on all its nodes together.
 
     None is engine.tensor_parallel x engine.data_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank >
     0 with engine.device=auto), else 0.
@@ -763,6 +763,16 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
             f"{asked} with engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel="
             f"{engine.data_parallel}: a replica needs one whole GPU per rank, and only a replica of one rank may take "
             "a part of one; set cluster.gpus_per_replica=null"
+        )
+    if engine.nodes > 1 and gpus % engine.nodes:
+        yield (
+            f"{asked} with engine.nodes={engine.nodes}, of which each has as many whole GPUs; set "
+            "cluster.gpus_per_replica=null, or a multiple of engine.nodes"
+        )
+    if engine.nodes > 1 and config.sync.route == "memory":
+        yield (
+            f"engine.nodes is {engine.nodes} with sync.route=memory: the trainer's shared memory is on one node; set "
+            "sync.route=broadcast, or sync.route=folder sync.directory=<a directory that all nodes see>"
         )
     if config.sync.backend == "nccl" and not (gpus and cluster.gpus_per_rank):
         yield (

@@ -12,8 +12,9 @@ import logging
 import os
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,11 +26,12 @@ from agent_loop.engine import EngineError
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.files.logs import log_failure, open_log
+from async_rl.inference.nodes import NodePlace, NodeProcess, bring, reserve_ports
 from async_rl.inference.replica import EngineReplica
-from async_rl.inference.select import EngineConfig, start_replica
+from async_rl.inference.select import EngineConfig, start_node, start_replica
 from async_rl.weights.remote import download, driver_problem, remove, upload
 from async_rl.weights.store import LocalStore, remove_unused
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import Seat, UpdateError, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,8 +84,11 @@ class PlacementError(RuntimeError):
 class Placement:
     """One bundle per actor: trainer ranks first, then replicas, then rollout workers, then the queue.
 
+    A replica over several nodes has a bundle for each, one after another, with its part of the CPUs and GPUs.
+
     Args:
         gpus_per_replica: of one replica; see ClusterConfig.
+        nodes_per_replica: see `engine.nodes`.
 
     Raises:
         PlacementError: an actor needs more than any node has.
@@ -91,18 +96,31 @@ class Placement:
     """
 
     def __init__(
-        self, config: ClusterConfig, *, ranks: int, replicas: int, workers: int, gpus_per_replica: float
+        self,
+        config: ClusterConfig,
+        *,
+        ranks: int,
+        replicas: int,
+        workers: int,
+        gpus_per_replica: float,
+        nodes_per_replica: int = 1,
     ) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
-        replica = _without_zero({"CPU": config.cpus_per_replica, "GPU": gpus_per_replica})
+        self._replica_cpus = config.cpus_per_replica / nodes_per_replica
+        self._replica_gpus = gpus_per_replica / nodes_per_replica
+        replica = _without_zero({"CPU": self._replica_cpus, "GPU": self._replica_gpus})
         if ranks:
             _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
         _require_node(
-            replica, fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel x data_parallel)"
+            replica,
+            fields="cluster.cpus_per_replica and gpus_per_replica (engine.tensor_parallel x data_parallel) for each of "
+            "engine.nodes",
         )
-        self._ranks, self._replicas, self._queue = ranks, replicas, ranks + replicas + workers
-        self._config, self._gpus_per_replica = config, gpus_per_replica
-        self._bundles = [*[rank] * ranks, *[replica] * replicas, *[{"CPU": 1.0}] * (workers + 1)]
+        self._ranks, self._nodes_per_replica = ranks, nodes_per_replica
+        self._workers = ranks + replicas * nodes_per_replica  # first bundle of a rollout worker
+        self._queue = self._workers + workers
+        self._config = config
+        self._bundles = [*[rank] * ranks, *[replica] * (self._workers - ranks), *[{"CPU": 1.0}] * (workers + 1)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     def shortage(self) -> str | None:
@@ -137,7 +155,7 @@ class Placement:
             PlacementError: one is not.
         """
         nodes = self._nodes()
-        away = [self._name(i) for i in range(self._ranks + self._replicas) if nodes[i] != nodes[0]]
+        away = [self._name(i) for i in range(self._workers) if nodes[i] != nodes[0]]
         if away:
             raise PlacementError(
                 f"sync.route is 'memory', but {len(away)} of the ranks and replicas ({', '.join(away[:3])}) are on "
@@ -251,23 +269,28 @@ class Placement:
         """Which actor a bundle is for; it keeps the number when the actor is replaced."""
         if bundle < self._ranks:
             return f"trainer rank {bundle}"
-        if bundle < self._ranks + self._replicas:
-            return f"replica slot {bundle - self._ranks}"
+        if bundle < self._workers:
+            slot, node = divmod(bundle - self._ranks, self._nodes_per_replica)
+            return f"replica slot {slot}" if self._nodes_per_replica == 1 else f"replica slot {slot} node {node}"
         if bundle < self._queue:
-            return f"rollout worker slot {bundle - self._ranks - self._replicas}"
+            return f"rollout worker slot {bundle - self._workers}"
         return "the queue"
 
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
         return self._options(index, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
 
-    def replica(self, index: int) -> dict[str, Any]:
-        """Actor options of replica `index`."""
-        return self._options(self._ranks + index, cpus=self._config.cpus_per_replica, gpus=self._gpus_per_replica)
+    def replica(self, index: int) -> list[dict[str, Any]]:
+        """Actor options of each node of replica `index`."""
+        first = self._ranks + index * self._nodes_per_replica
+        return [
+            self._options(bundle, cpus=self._replica_cpus, gpus=self._replica_gpus)
+            for bundle in range(first, first + self._nodes_per_replica)
+        ]
 
     def worker(self, index: int) -> dict[str, Any]:
         """Actor options of rollout worker `index`."""
-        return self._options(self._ranks + self._replicas + index, cpus=1.0, gpus=0.0)
+        return self._options(self._workers + index, cpus=1.0, gpus=0.0)
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""
@@ -294,6 +317,7 @@ class ReplicaHost:
     """
 
     def __init__(self, *, log: Path | None = None) -> None:
+        self._log = log
         open_log(log)
 
     async def start(
@@ -306,24 +330,45 @@ class ReplicaHost:
         force_routing: bool,
         capture_support: bool,
         store: Path | None = None,
+        followers: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Start the engine, before any other call. store: see `ReplicaClient.start`."""
-        replica = await start_replica(
-            config,
-            name=name,
-            checkpoint=checkpoint,
-            capture_routing=capture_routing,
-            force_routing=force_routing,
-            capture_support=capture_support,
-        )
+        """Start the engine, before any other call. store, followers: see `ReplicaClient.start`."""
+        common = {"checkpoint": checkpoint, "capture_routing": capture_routing, "capture_support": capture_support}
+        starting = partial(start_replica, config, name=name, force_routing=force_routing, **common)
+        if followers:
+            replica = await self._start_over_nodes(config, starting, store=store, places=followers, **common)
+        else:
+            replica = await starting()
         if store is not None:
-            node = await self.node()
-            remove_unused(store.parent)
-            replica.store = LocalStore(
-                store.with_name(f"{store.name}-{node[:8]}"),  # nodes that are on one machine have their own, too
-                host=ray.util.get_node_ip_address(),
-            )
+            replica.store = open_store(store_of_node(store), host=ray.util.get_node_ip_address())
         self._serve(replica)
+
+    async def _start_over_nodes(
+        self,
+        config: EngineConfig,
+        start: Callable[..., Coroutine[Any, Any, EngineReplica[Any]]],
+        *,
+        store: Path | None,
+        places: Sequence[dict[str, Any]],
+        **options: Any,
+    ) -> EngineReplica[Any]:
+        """The replica that `start` starts, with followers in `places`; it fails when one of them ends."""
+        from async_rl.cluster.followers import start_followers  # which imports this module
+
+        host = ray.util.get_node_ip_address()
+        reserved, port = reserve_ports(host)
+        here = None if store is None else store_of_node(store)
+        place = NodePlace(index=0, size=1 + len(places), host=host, leader=host, port=port, store=here)
+        followers = await start_followers(config, place, store=store, places=places, log=self._log, **options)
+        ends = [asyncio.create_task(follower.until_dead()) for follower in followers]
+        replica = await _unless_ended(start(place=place), ends)
+        for each in reserved:
+            each.close()
+        replica.followers = followers
+        for end in ends:
+            end.add_done_callback(lambda ended: replica.fail(ended.result()))
+        self._ends = ends  # the event loop itself keeps no task alive
+        return replica
 
     def _serve(self, replica: EngineReplica[Any]) -> None:
         self._server = BatchingServer(replica, refusals=(EngineError,))
@@ -350,7 +395,96 @@ class ReplicaHost:
             await asyncio.wait(calls)
 
 
+async def _unless_ended(start: Coroutine[Any, Any, EngineReplica[Any]], ends: Sequence[asyncio.Task[str]]) -> Any:
+    """The started replica; raises EngineError if another of its nodes ends first."""
+    starting = asyncio.create_task(start)
+    await asyncio.wait({starting, *ends}, return_when=asyncio.FIRST_COMPLETED)
+    if starting.done():
+        return await starting
+    starting.cancel()
+    reasons = [end.result() for end in ends if end.done()]
+    raise EngineError(f"the engine did not start: {reasons[0]}")
+
+
 ReplicaActor = _remote(ReplicaHost)
+
+
+class FollowerHost:
+    """The ranks of a replica on one node, in processes of their own. Runs in one event loop.
+
+    Args:
+        log: file for the output of this process and of the engine's; None leaves it to Ray.
+    """
+
+    def __init__(self, *, log: Path | None) -> None:
+        open_log(log)
+        self._process: NodeProcess | None = None
+        self._store: LocalStore | None = None
+        self._load_timeout_s = 0.0
+
+    async def start(
+        self,
+        config: EngineConfig,
+        place: NodePlace,
+        *,
+        store: Path | None,
+        checkpoint: Path,
+        capture_routing: bool,
+        capture_support: bool,
+    ) -> str:
+        """Start the processes of the engine, which then meet those of node 0; returns the address of this node.
+
+        Args:
+            place: with index and size of this node, and address and port of node 0.
+            store: see `ReplicaClient.start`.
+        """
+        host = ray.util.get_node_ip_address()
+        self._place = replace(place, host=host, store=None if store is None else store_of_node(store))
+        self._load_timeout_s = config.load_timeout_s
+        self._process = await start_node(
+            config,
+            self._place,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            capture_support=capture_support,
+        )
+        return host
+
+    async def until_dead(self) -> str:
+        """Return the reason when the engine's process of this node has ended."""
+        assert self._process is not None
+        return await self._process.until_dead()
+
+    async def fetch(self, update: WeightUpdate, seat: Seat | None) -> None:
+        """See `async_rl.inference.nodes.Follower`."""
+        assert self._place.store is not None
+        if self._store is None:  # not at the start, which may fail: nothing would remove it
+            self._store = open_store(self._place.store, host=self._place.host)
+        try:
+            await bring(self._store, update, seat, timeout_s=self._load_timeout_s)
+        except (UpdateError, OSError) as error:
+            raise UpdateError(str(error)) from error
+
+    async def close(self) -> None:
+        """End the engine's processes of this node and leave the store."""
+        if self._process is not None:
+            await self._process.stop()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.release)
+
+
+FollowerActor = _remote(FollowerHost)
+
+
+def store_of_node(store: Path) -> Path:
+    """Directory of published versions of this process's node; nodes that are on one machine have their own, too."""
+    return store.with_name(f"{store.name}-{ray.get_runtime_context().get_node_id()[:8]}")
+
+
+def open_store(directory: Path, *, host: str) -> LocalStore:
+    """The store of this node, after those of killed runs are removed."""
+    remove_unused(directory.parent)
+    return LocalStore(directory, host=host)
 
 
 # ---- rollout worker

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -97,11 +97,17 @@ class ReplicaClient:
         variables: Mapping[str, str] | None = None,
         log: Path | None = None,
         store: Path | None = None,
+        followers: Sequence[dict[str, Any]] = (),
     ) -> ReplicaClient:
         """Start the actor and its engine.
 
-        variables: of the environment, beside those that the engine needs. log: file of its output. store: directory of
-        its node to which it brings published versions; None if it reads them where the trainer writes them.
+        Args:
+            options: of the actor.
+            variables: of the environment, beside those that the engine needs.
+            log: file of its output; each further node has one beside it.
+            store: directory of its node to which it brings published versions; None if it reads them where the trainer
+                writes them.
+            followers: actor options of its further nodes (`engine.nodes`).
         """
         environment = {"env_vars": {**(variables or {}), **actor_environment(config)}}
         actor = ReplicaActor.options(**options, runtime_env=environment, max_restarts=0).remote(log=log)
@@ -114,6 +120,7 @@ class ReplicaClient:
             force_routing=force_routing,
             capture_support=capture_support,
             store=store,
+            followers=followers,
         )
         try:
             await client._answer_of_host("start", started, config.start_timeout_s)
@@ -199,7 +206,7 @@ class ReplicaClient:
 
     async def _answer_of_host(self, what: str, ref: Awaitable[T], timeout_s: float) -> T:
         try:
-            return await _answer(
+            return await answer(
                 ref, who=self.name, what=what, timeout_s=timeout_s, error=EngineError, dead=ReplicaLostError
             )
         except EngineError as error:
@@ -374,9 +381,7 @@ class TrainerClient:
     async def _bounded(self, what: str, rank: int, ref: Awaitable[T]) -> T:
         who, failed = f"trainer rank {rank}", TrainerLostError if what in _STARTING else TrainerError
         try:
-            return await _answer(
-                ref, who=who, what=what, timeout_s=self._timeout_s, error=failed, dead=TrainerLostError
-            )
+            return await answer(ref, who=who, what=what, timeout_s=self._timeout_s, error=failed, dead=TrainerLostError)
         except TrainerError as error:
             by_node = isinstance(error.__cause__, ObjectLostError)  # which the log of a rank explains no better
             if not by_node and (log := _log_of_rank(self._logs, rank)) is not None:
@@ -407,7 +412,7 @@ def _require_complete(directory: Path) -> None:
         ) from error
 
 
-async def _answer(
+async def answer(
     ref: Awaitable[T], *, who: str, what: str, timeout_s: float, error: type[Exception], dead: type[Exception]
 ) -> T:
     """What an actor answers within `timeout_s`, else `error` (`dead`: silent or no process) with who failed at what.

@@ -59,6 +59,7 @@ async def place_run(
         replicas=config.engine.replicas,
         workers=config.rollout.workers,
         gpus_per_replica=config.gpus_per_replica,
+        nodes_per_replica=config.engine.nodes,
     )
     if shortage := placement.shortage():
         status(f"waiting for nodes of the Ray cluster: {shortage}")
@@ -157,8 +158,9 @@ class Processes:
     async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
         """See `async_rl.inference.supervisor.ReplicaFactory`."""
         await self._closing(cast(ReplicaClient, lost).close)()
-        options, timeout_s = self._placement.replica(slot), self._config.engine.start_timeout_s
-        await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
+        timeout_s = self._config.engine.start_timeout_s
+        for options in self._placement.replica(slot):
+            await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
     async def start_rollout_workers(self, pool: ReplicaPool) -> list[WorkerClient]:
@@ -275,6 +277,7 @@ class Processes:
 
     async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
         config = self._config
+        first, *others = self._placement.replica(slot)
         replica = await ReplicaClient.start(
             config.engine,
             name=name,
@@ -282,10 +285,11 @@ class Processes:
             capture_routing=config.captures_routing,
             force_routing=config.forces_routing,
             capture_support=config.captures_support,
-            options=self._placement.replica(slot),
+            options=first,
             variables=config.cluster.replica_env,
             log=self._logs / f"{name}.log",
             store=self._store,
+            followers=others,
         )
         self._stack.push_async_callback(self._closing(replica.close))
         self._name({name: await replica.pid()})

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad, difference
+from async_rl.inference.nodes import Follower, bring
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.store import LocalStore
@@ -32,6 +34,7 @@ from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightV
 
 T = TypeVar("T")
 KVPolicy = Literal["keep", "recompute"]
+NODE_NOTICE_S = 2.0  # from the death of an engine to the report of another of its nodes, which may be the cause
 UNKNOWN_LABEL = "unknown"  # label of weights that are not verified; an answer with it is refused
 
 
@@ -103,6 +106,7 @@ class RequestGate:
         self._open = asyncio.Event()
         self._open.set()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fails_soon = False
         self._frozen = False
         self._requests: dict[str, InflightRequest] = {}
         self._tokens_sampled = 0
@@ -211,6 +215,16 @@ class RequestGate:
             self._failed.set_exception(ReplicaLostError(f"{self._name}: {reason}"))
             self._failed.exception()  # retrieved here, or asyncio logs an unretrieved exception
         self._open.set()
+
+    def fail_later(self, reason: str) -> None:
+        """As `fail`, unless another reason comes within NODE_NOTICE_S."""
+        self._fails_soon = True
+        asyncio.get_running_loop().call_later(NODE_NOTICE_S, self.fail, reason)
+
+    async def until_failed(self, error: EngineError) -> None:
+        """If `error`, or `fail_later`, says that the engine died, return when it has failed, or after NODE_NOTICE_S."""
+        if self._fails_soon or isinstance(error, ReplicaLostError):
+            await asyncio.wait({self._failed}, timeout=NODE_NOTICE_S)
 
     def check_alive(self) -> None:
         """Raise ReplicaLostError if the engine failed."""
@@ -370,6 +384,7 @@ class EngineReplica(Generic[BackendT]):
     Attributes:
         node: id of its node, which its clients know; another one for each replica in this process.
         store: where this node keeps published versions; None if engines read them where the trainer writes them.
+        followers: the other nodes of the engine, each with a store of its own.
     """
 
     def __init__(
@@ -379,12 +394,13 @@ class EngineReplica(Generic[BackendT]):
         self.node = name
         self.backend = backend
         self.store: LocalStore | None = None
+        self.followers: Sequence[Follower] = ()
         self._config = config
         self._loaded = LoadedWeights(weights)
         self._live = live
         self._gate = RequestGate(name)
         self._closed = False
-        backend.watch(self._gate.fail)
+        backend.watch(self._engine_died)
 
     @property
     def weights(self) -> WeightVersion:
@@ -404,8 +420,8 @@ class EngineReplica(Generic[BackendT]):
                 inflight.result = await self._gate.unless_failed(work)
             except ContractError as error:
                 raise AnswerError(f"{what}: {error}") from error
-            except EngineError:
-                self._gate.check_alive()
+            except EngineError as error:
+                await self._check_alive(error)
                 raise
             return inflight.result
 
@@ -443,8 +459,15 @@ class EngineReplica(Generic[BackendT]):
             await self._control("freeze", self.backend.freeze())
         return self._gate.freeze()
 
+    def fail(self, reason: str) -> None:
+        """Record that the engine failed on another node; see `RequestGate.fail`."""
+        self._gate.fail(reason)
+
     async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        """Bring a version to this node, while requests run; do nothing without a `store`. Call it before other loads.
+        """Bring a version to the nodes of this replica, while requests run; do nothing without a `store`.
+
+        Call it before other loads; after a delivery by broadcast again, without a seat, which brings the version from
+        this node to the others of the engine.
 
         Args:
             seat: place of this node in a delivery by broadcast; None if the version is in a folder that all nodes see,
@@ -454,24 +477,37 @@ class EngineReplica(Generic[BackendT]):
             DeliveryError: a bucket of the delivery did not come, because of this node or another one.
             ReplicaLostError: a bucket is missing or damaged, or did not come within `engine.load_timeout_s`.
         """
-        if (store := self.store) is None or (seat is None and update.sources):
+        if (store := self.store) is None:
             return
         what = f"{self.name}: version {update.weights.version}"
         try:
-            async with asyncio.timeout(self._config.load_timeout_s):
-                if update.url is not None:
-                    await asyncio.to_thread(store.download, update.url)
-                elif seat is None:
-                    await asyncio.to_thread(store.fetch, update.path)
-                else:
-                    await asyncio.to_thread(store.receive, update, seat)
+            if seat is None and update.sources:
+                await self._send_to_followers(store, update)
+                return
+            here = bring(store, update, seat, timeout_s=self._config.load_timeout_s)
+            others = [follower.fetch(update, None) for follower in self.followers] if seat is None else []
+            await asyncio.gather(here, *others)
         except TimeoutError as error:
-            raise ReplicaLostError(
-                f"{what}: {store.waiting_for} did not come within engine.load_timeout_s={self._config.load_timeout_s}"
-            ) from error
+            raise ReplicaLostError(f"{what}: {error}") from error
         except (UpdateError, OSError) as error:
             failure = ReplicaLostError if seat is None else DeliveryError
             raise failure(f"{what} did not come: {error}") from error
+
+    async def _send_to_followers(self, store: LocalStore, update: WeightUpdate) -> None:
+        """Send a version of this node to the others of the engine.
+
+        Each has a delivery of its own: in one for all, two replicas on the same nodes could each lock the store of one
+        node and wait for the other.
+        """
+        if not self.followers:
+            return
+        source = await asyncio.to_thread(store.offer, update)
+        seat = Seat(
+            delivery="", index=0, size=1, sources=(source,), backend="gloo", timeout_s=self._config.load_timeout_s
+        )
+        await asyncio.gather(
+            *(follower.fetch(update, replace(seat, delivery=uuid.uuid4().hex)) for follower in self.followers)
+        )
 
     async def offer(self, update: WeightUpdate) -> Source:
         """Serve a version that this node has to other nodes.
@@ -574,7 +610,7 @@ class EngineReplica(Generic[BackendT]):
             return
         self._closed = True
         self._gate.fail("the replica is closed")
-        await self.backend.close()
+        await asyncio.gather(self.backend.close(), *(follower.close() for follower in self.followers))
         if self.store is not None:
             await asyncio.to_thread(self.store.release)
 
@@ -590,5 +626,18 @@ class EngineReplica(Generic[BackendT]):
             raise
         except Exception as error:
             failure = await self.backend.engine_error(error, what)
-            self._gate.check_alive()
+            await self._check_alive(failure)
             raise failure from error
+
+    def _engine_died(self, reason: str) -> None:
+        """Fail, after a report of another node had time to come: its death ends the engine of this node, too."""
+        if self.followers:
+            self._gate.fail_later(reason)
+        else:
+            self._gate.fail(reason)
+
+    async def _check_alive(self, error: EngineError) -> None:
+        """Raise ReplicaLostError if the engine failed, as `error` of a call may show before its process has ended."""
+        if self.followers:
+            await self._gate.until_failed(error)
+        self._gate.check_alive()

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from async_rl.inference.nodes import NODE_VARIABLES, NodePlace, NodeProcess, node_environment
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.sglang import config as sglang_config
 from async_rl.inference.sglang.config import SglangConfig
@@ -48,7 +49,8 @@ def actor_environment(config: VllmConfig | SglangConfig) -> dict[str, str]:
 
 def own_variables(config: VllmConfig | SglangConfig) -> frozenset[str]:
     """Names of the environment variables that a replica sets itself."""
-    return vllm_config.OWN_VARIABLES if isinstance(config, VllmConfig) else sglang_config.OWN_VARIABLES
+    own = vllm_config.OWN_VARIABLES if isinstance(config, VllmConfig) else sglang_config.OWN_VARIABLES
+    return own | NODE_VARIABLES if config.nodes > 1 else own
 
 
 async def start_replica(
@@ -59,6 +61,7 @@ async def start_replica(
     capture_routing: bool,
     force_routing: bool = False,
     capture_support: bool = False,
+    place: NodePlace | None = None,
 ) -> EngineReplica[Any]:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
 
@@ -70,12 +73,15 @@ async def start_replica(
         capture_routing: whether the replica returns routing rows.
         force_routing: whether requests carry forced experts.
         capture_support: whether requests may sample from a part of the vocabulary; vLLM needs this at its start.
+        place: of this node, the first of several; None if the replica has one.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
         EngineError: the engine did not start, or not in time.
     """
     check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
+    if place is not None:
+        os.environ.update(node_environment(place))
     if isinstance(config, VllmConfig):
         os.environ.update(vllm_config.device_environment(config))
         from async_rl.inference.vllm.engine import start_vllm
@@ -86,7 +92,34 @@ async def start_replica(
             checkpoint=checkpoint,
             capture_routing=capture_routing,
             capture_support=capture_support,
+            place=place,
         )
     from async_rl.inference.sglang.engine import start_sglang
 
-    return await start_sglang(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing)
+    return await start_sglang(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing, place=place)
+
+
+async def start_node(
+    config: VllmConfig | SglangConfig,
+    place: NodePlace,
+    *,
+    checkpoint: Path,
+    capture_routing: bool,
+    capture_support: bool,
+) -> NodeProcess:
+    """Start the ranks of an engine on a node but the first; see `start_replica` for arguments and errors."""
+    os.environ.update(node_environment(place))
+    if isinstance(config, VllmConfig):
+        os.environ.update(vllm_config.device_environment(config))
+        from async_rl.inference.vllm.node import start_node as start_vllm_node
+
+        return start_vllm_node(
+            config,
+            place,
+            checkpoint=checkpoint,
+            capture_routing=capture_routing,
+            capture_support=capture_support,
+        )
+    from async_rl.inference.sglang.server import start_node as start_sglang_node
+
+    return await start_sglang_node(config, place, checkpoint=checkpoint, capture_routing=capture_routing)

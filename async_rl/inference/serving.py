@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from async_rl.weights.model_info import ModelInfo
 
-LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel")
+LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel", "nodes")
 DTYPES = ("float32", "bfloat16", "float16")
 Device = Literal["cpu", "cuda"]
 
@@ -47,6 +47,8 @@ class ServingConfig:
     """Groups of ranks in one replica. Each decodes its own requests with all of attention; all share the experts."""
     expert_parallel: int = 1
     """Ranks that the experts of a layer are spread over: all ranks of a replica, or 1 to split each expert instead."""
+    nodes: int = 1
+    """Nodes of one replica, each with the same number of its ranks."""
     enforce_eager: bool = True
     """Whether CUDA graphs are off."""
     threads: int = 1
@@ -74,6 +76,12 @@ class ServingConfig:
             raise ValueError(
                 f"engine.expert_parallel is {self.expert_parallel}; use engine.tensor_parallel x engine.data_parallel "
                 f"= {self.ranks} to spread the experts over all ranks of a replica, or 1 to split each expert"
+            )
+        if self.ranks % self.nodes or max(self.nodes, self.data_parallel) % min(self.nodes, self.data_parallel):
+            raise ValueError(
+                f"engine.nodes is {self.nodes} with engine.tensor_parallel={self.tensor_parallel} and "
+                f"engine.data_parallel={self.data_parallel}; a node has whole groups, or an equal part of one; use "
+                "a divisor of engine.data_parallel, or engine.data_parallel x a divisor of engine.tensor_parallel"
             )
         if self.max_model_len < 2:
             raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")

@@ -43,6 +43,8 @@ from async_rl.weights.transport import (
 if TYPE_CHECKING:
     from async_rl.weights.broadcast import VersionServer
 
+STORE_VARIABLE = "ASYNC_RL_STORE"  # directory of the store of this node; set for engines over several nodes
+
 
 class LocalStore:
     """The versions of a run on this node.
@@ -70,6 +72,23 @@ class LocalStore:
     def local(self, folder: Path) -> Path:
         """Where `fetch` puts the version of `folder`."""
         return self._directory / folder.name
+
+    def bring(self, update: WeightUpdate, seat: Seat | None) -> None:
+        """Bring a version to this node on the route that it takes.
+
+        Args:
+            seat: place of this node in a delivery by broadcast; None if the version is in a folder or a store.
+
+        Raises:
+            UpdateError: a bucket did not come, or is damaged.
+            OSError: the version cannot be read, or the node has no memory left.
+        """
+        if seat is not None:
+            self.receive(update, seat)
+        elif update.url is not None:
+            self.download(update.url)
+        else:
+            self.fetch(update.path)
 
     def fetch(self, folder: Path) -> None:
         """Bring a version to this node; versions that are not needed any more are removed.
@@ -202,6 +221,16 @@ class LocalStore:
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def on_this_node(folder: Path) -> Path:
+    """Where an engine process reads a version whose folder the replica names, maybe on another node.
+
+    With the store /dev/shm/run-b on this node, /dev/shm/run-a/weights-7 of the replica's node is here
+    /dev/shm/run-b/weights-7.
+    """
+    store = os.environ.get(STORE_VARIABLE)
+    return folder if store is None else Path(store) / folder.name
 
 
 def remove_unused(directory: Path) -> None:

@@ -240,6 +240,20 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["cluster.gpus_per_replica=1", "engine.tensor_parallel=2"], ["gpus_per_replica is 1", "tensor_parallel=2"]),
         (["cluster.gpus_per_replica=2", "engine.tensor_parallel=2", "engine.data_parallel=2"], ["data_parallel=2"]),
         (["cluster.gpus_per_replica=2.5", "engine.tensor_parallel=2"], ["replica is 2.5", "tensor_parallel=2"]),
+        (
+            ["cluster.gpus_per_replica=3", "engine.tensor_parallel=2", "engine.nodes=2", "sync.route=broadcast"],
+            ["cluster.gpus_per_replica is 3", "engine.nodes=2"],
+        ),
+        (["engine.tensor_parallel=2", "engine.nodes=2"], ["engine.nodes is 2", "sync.route=memory", "broadcast"]),
+        (
+            [
+                "engine.tensor_parallel=2",
+                "engine.nodes=2",
+                "sync.route=broadcast",
+                "cluster.replica_env.VLLM_HOST_IP=a",
+            ],
+            ["cluster.replica_env sets VLLM_HOST_IP"],
+        ),
         (["cluster.gpus_per_replica=1.5"], ["cluster.gpus_per_replica is 1.5"]),
         (["cluster.gpus_per_replica=-1"], ["cluster.gpus_per_replica is -1"]),
         (["+cluster.rank_env.OMP_NUM_THREADS=4"], ["cluster.rank_env", "OMP_NUM_THREADS"]),

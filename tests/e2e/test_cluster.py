@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
 import sqlite3
-import subprocess
-import sys
 import time
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +12,7 @@ import psutil
 import pytest
 
 from async_rl.config import load_config
+from tests.e2e.clusters import cluster_environment, start_cluster
 from tests.e2e.runs import (
     SMALL,
     begins_with,
@@ -32,42 +30,13 @@ from tests.e2e.runs import (
 )
 from tests.e2e.tasks import TURNS
 
-ROOT = Path(__file__).parents[2]
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-
-cluster = Cluster()
-
-
-def add(num_cpus, *, wait):
-    cluster.add_node(wait, num_cpus=int(num_cpus), object_store_memory=100 << 20, include_dashboard=False)
-
-
-for num_cpus in sys.argv[1:]:
-    add(num_cpus, wait=True)
-print(cluster.address, flush=True)
-for line in sys.stdin:
-    add(line, wait=False)
-cluster.shutdown()
-"""
 APART = ("cluster.strategy=STRICT_SPREAD", "cluster.start_timeout_s=60", "total_train_steps=2")
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Environment of cluster and runs; a process of either may start in any directory."""
-    token = tmp_path_factory.mktemp("token") / "token"
-    token.write_text("a" * 64)
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # as in a cluster that a run starts
-    }
+    """Environment of cluster and runs."""
+    return cluster_environment(tmp_path_factory.mktemp("token"))
 
 
 @pytest.fixture(scope="module")
@@ -78,29 +47,9 @@ def nodes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(environment, nodes):
-    """Address of a cluster of four nodes."""
-    with start_cluster(2, 2, 2, 2, environment=environment, directory=nodes) as (address, _):
+    """Address of a cluster of five nodes."""
+    with start_cluster(2, 2, 2, 2, 2, environment=environment, directory=nodes) as (address, _):
         yield address
-
-
-@contextlib.contextmanager
-def start_cluster(*num_cpus, environment, directory):
-    """Cluster of nodes with so many CPUs each: (address, process). A number on a line for the process adds a node."""
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, *map(str, num_cpus)],
-            cwd=directory,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    with process:
-        address = process.stdout.readline().strip()
-        assert address, (directory / "log").read_text()
-        yield address, process
-        process.stdin.close()
 
 
 def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, environment, nodes, tmp_path):
@@ -114,6 +63,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
         f"sync.directory=file://{tmp_path}/weights",
         "sync.delta=true",
         "sync.mode=staged",
+        "engine.tensor_parallel=2",
+        "engine.nodes=2",
         "+cluster.rank_env.ASYNC_RL_TEST=rank",
         "+cluster.replica_env.ASYNC_RL_TEST=replica",
         cwd=tmp_path,
@@ -133,6 +84,7 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     assert not kept, "the last replica of a node removes its store"
     assert [path.name for path in nodes.iterdir()] == ["log"]
     assert (rank["ASYNC_RL_TEST"], replica["ASYNC_RL_TEST"]) == ("rank", "replica")
+    assert "VllmWorker-1" in (run / "logs" / "replica-0-node-1.log").read_text(), "the second rank is on another node"
 
 
 def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, environment, tmp_path):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from async_rl.inference.nodes import NodePlace
 from async_rl.inference.serving import ServingConfig, device_of, known_device, serving_problems
 from async_rl.weights.model_info import ModelInfo, read_model_info
 
@@ -175,7 +176,14 @@ def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dic
 
 
 def server_arguments(
-    config: SglangConfig, checkpoint: Path, *, port: int, served_name: str, label: str, capture_routing: bool
+    config: SglangConfig,
+    checkpoint: Path,
+    *,
+    port: int,
+    served_name: str,
+    label: str,
+    capture_routing: bool,
+    place: NodePlace | None = None,
 ) -> list[str]:
     """Command-line arguments of `sglang.launch_server`.
 
@@ -183,6 +191,7 @@ def server_arguments(
         served_name: model name that identifies this server.
         label: version label of the first weights in the server's answers.
         capture_routing: whether the server returns routing rows.
+        place: of this node; None if the replica has one.
     """
     args: dict[str, Any] = {
         "model_path": str(checkpoint.absolute()),
@@ -211,6 +220,12 @@ def server_arguments(
         "watchdog_timeout": LONGEST_FORWARD_S + config.load_timeout_s,  # a freeze is no hang
         "log_level": "warning",
     }
+    if place is not None:
+        args |= {
+            "nnodes": place.size,
+            "node_rank": place.index,
+            "dist_init_addr": f"{place.leader}:{place.port}",
+        }
     if device_of(config) == "cuda":
         args |= {
             "mem_fraction_static": config.gpu_memory_utilization,

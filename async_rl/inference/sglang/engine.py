@@ -25,6 +25,7 @@ from agent_loop.engine import AnswerError, EngineError, GenerateRequest
 from async_rl.inference.checkpoint_weights import Shapes, hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
+from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import (
     UNKNOWN_LABEL,
     EngineReplica,
@@ -224,7 +225,12 @@ SglangReplica: TypeAlias = EngineReplica[SglangBackend]
 
 
 async def start_sglang(
-    config: SglangConfig, *, name: str, checkpoint: Path, capture_routing: bool = True
+    config: SglangConfig,
+    *,
+    name: str,
+    checkpoint: Path,
+    capture_routing: bool = True,
+    place: NodePlace | None = None,
 ) -> SglangReplica:
     """Start a server on a Hugging Face checkpoint folder; it serves version 0 with the digest of the loaded tensors.
 
@@ -232,6 +238,7 @@ async def start_sglang(
         name: name of the replica.
         checkpoint: Hugging Face checkpoint folder.
         capture_routing: whether the replica returns routing rows.
+        place: of this node, the first of several; None if the replica has one.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
@@ -248,7 +255,7 @@ async def start_sglang(
     try:
         async with asyncio.timeout(config.start_timeout_s), contextlib.AsyncExitStack() as stack:
             server = await SglangServer.start(
-                config, checkpoint, name=name, label=UNKNOWN_LABEL, capture_routing=capture_routing
+                config, checkpoint, name=name, label=UNKNOWN_LABEL, capture_routing=capture_routing, place=place
             )
             stack.push_async_callback(server.stop)
             backend = SglangBackend(

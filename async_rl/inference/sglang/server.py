@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 import aiohttp
 
 from agent_loop.engine import EngineError
+from async_rl.inference.nodes import NodePlace, NodeProcess, reserve_port
 from async_rl.inference.sglang.config import (
     SGLANG_VERSION,
     VENV_PYTHON,
@@ -27,6 +27,7 @@ from async_rl.inference.sglang.config import (
     server_environment,
 )
 
+LOOPBACK = "127.0.0.1"
 CONNECT_S = 0.2  # between two attempts to reach a starting server
 VERSION_TIMEOUT_S = 60.0
 
@@ -55,7 +56,14 @@ class SglangServer:
 
     @classmethod
     async def start(
-        cls, config: SglangConfig, checkpoint: Path, *, name: str, label: str, capture_routing: bool
+        cls,
+        config: SglangConfig,
+        checkpoint: Path,
+        *,
+        name: str,
+        label: str,
+        capture_routing: bool,
+        place: NodePlace | None = None,
     ) -> SglangServer:
         """Start a server and return when it answers. The caller bounds the time.
 
@@ -63,6 +71,7 @@ class SglangServer:
             name: name of the replica.
             label: version label of the first weights in the server's answers.
             capture_routing: whether the server returns routing rows.
+            place: of this node, the first of several; None if the replica has one.
 
         Raises:
             EngineError: SGLang is not installed or has the wrong version, or the server ended during the start.
@@ -71,9 +80,16 @@ class SglangServer:
         await check_version(python)
         folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
         served_name = f"{name}-{uuid.uuid4().hex}"  # unique, to recognise this server
-        reserved, port = _free_port()
+        reserved = reserve_port(LOOPBACK)
+        port = int(reserved.getsockname()[1])
         command = server_arguments(
-            config, checkpoint, port=port, served_name=served_name, label=label, capture_routing=capture_routing
+            config,
+            checkpoint,
+            port=port,
+            served_name=served_name,
+            label=label,
+            capture_routing=capture_routing,
+            place=place,
         )
         # Not in a thread: if the start were cancelled, the thread would leave a server behind.
         process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
@@ -110,12 +126,12 @@ class SglangServer:
             CallError: the server refused the call.
             aiohttp.ClientError: no connection, most likely because the server died.
         """
-        async with self._session.post(f"http://127.0.0.1:{self._port}{path}", json=body) as response:
+        async with self._session.post(f"http://{LOOPBACK}:{self._port}{path}", json=body) as response:
             return await _answer(response)
 
     async def get(self, path: str) -> Any:
         """Send a GET request and return the decoded answer; see `post` for the errors."""
-        async with self._session.get(f"http://127.0.0.1:{self._port}{path}") as response:
+        async with self._session.get(f"http://{LOOPBACK}:{self._port}{path}") as response:
             return await _answer(response)
 
     async def until_dead(self) -> None:
@@ -166,6 +182,36 @@ class SglangServer:
                     await self._dead.wait()
 
 
+async def start_node(config: SglangConfig, place: NodePlace, *, checkpoint: Path, capture_routing: bool) -> NodeProcess:
+    """Start the process of the ranks of a node but the first; it meets the server of node 0.
+
+    Raises:
+        EngineError: SGLang is not installed or has the wrong version.
+    """
+    python = interpreter(config)
+    await check_version(python)
+    folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
+    reserved = reserve_port(LOOPBACK)  # where it only tells that it lives
+    command = server_arguments(
+        config,
+        checkpoint,
+        port=int(reserved.getsockname()[1]),
+        served_name=f"node-{place.index}",
+        label="",
+        capture_routing=capture_routing,
+        place=place,
+    )
+    process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
+
+    def wait() -> int:
+        code = process.wait()
+        reserved.close()
+        shutil.rmtree(folder, ignore_errors=True)
+        return code
+
+    return NodeProcess(process.pid, wait=wait)
+
+
 def interpreter(config: SglangConfig) -> Path:
     """The Python of SGLang's virtualenv.
 
@@ -213,15 +259,6 @@ def _launch(command: list[str], config: SglangConfig, folder: Path) -> subproces
     """
     environment = server_environment(config, owner=os.getpid(), folder=folder)
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-
-
-def _free_port() -> tuple[socket.socket, int]:
-    """A socket that reserves a free port until the server listens, and the port."""
-    reserved = socket.socket()
-    # lets the server bind while this socket does not listen
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", 0))
-    return reserved, int(reserved.getsockname()[1])
 
 
 def _session() -> aiohttp.ClientSession:

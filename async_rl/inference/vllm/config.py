@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from async_rl.inference.nodes import NodePlace
 from async_rl.inference.serving import (
     Device,
     ServingConfig,
@@ -220,13 +221,19 @@ def wrong_environment(config: VllmConfig) -> str | None:
 
 
 def engine_args(
-    config: VllmConfig, model: ServedModel, *, capture_routing: bool, capture_support: bool = False
+    config: VllmConfig,
+    model: ServedModel,
+    *,
+    capture_routing: bool,
+    capture_support: bool = False,
+    place: NodePlace | None = None,
 ) -> dict[str, Any]:
     """Fields of vLLM's AsyncEngineArgs.
 
     Args:
         capture_routing: whether the engine returns routing rows.
         capture_support: whether requests may sample from a part of the vocabulary.
+        place: of this node; None if the replica has one.
 
     Raises:
         ValueError: engine.extra_args overrides an argument that the replica needs on this device.
@@ -252,6 +259,14 @@ def engine_args(
     }
     if config.ranks > 1:
         args["distributed_executor_backend"] = "mp"  # vLLM would choose Ray's inside a placement group
+    if place is not None:
+        args |= {
+            "nnodes": place.size,
+            "node_rank": place.index,
+            "master_addr": place.leader,
+            "master_port": place.port,
+            "data_parallel_rpc_port": place.port + 1,
+        }
     if device_of(config) == "cuda":
         args |= {"gpu_memory_utilization": config.gpu_memory_utilization}
         if config.block_size is not None:

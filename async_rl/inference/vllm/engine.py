@@ -17,6 +17,7 @@ from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
 from async_rl.inference.loads import RankLoad
+from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import EngineReplica, InflightRequest, KVPolicy, LoadedWeights
 from async_rl.inference.spans import continued, joined
 from async_rl.inference.vllm.config import (
@@ -275,6 +276,7 @@ async def start_vllm(
     checkpoint: Path,
     capture_routing: bool = True,
     capture_support: bool = False,
+    place: NodePlace | None = None,
 ) -> VllmReplica:
     """Start an engine on a Hugging Face checkpoint folder; it serves version 0 with the digest of its tensors.
 
@@ -283,6 +285,7 @@ async def start_vllm(
         checkpoint: Hugging Face checkpoint folder.
         capture_routing: whether the replica returns routing rows.
         capture_support: whether requests may sample from a part of the vocabulary; on the CPU they always may.
+        place: of this node, the first of several; None if the replica has one.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
@@ -293,7 +296,7 @@ async def start_vllm(
     if problem := wrong_environment(config):
         raise EngineError(f"{name}: {problem}")
     names = frozenset(name for name in tensor_shapes(files) if not is_carried(name, num_layers=model.info.num_layers))
-    args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support)
+    args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support, place=place)
     try:
         async with asyncio.timeout(config.start_timeout_s):
             engine = await start_engine(args)

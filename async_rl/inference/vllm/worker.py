@@ -15,6 +15,7 @@ import torch
 
 from async_rl.weights.checksum import PACKED, model_checksums
 from async_rl.weights.digest import load_share
+from async_rl.weights.store import on_this_node
 from async_rl.weights.transport import update_files
 from async_rl.weights.twin import Staging, Twin
 
@@ -50,7 +51,7 @@ class LoadsUpdates:
         """
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
-        report = _load(Path(path), lambda tensors: self.reload_weights(weights_iterator=tensors))
+        report = _load(on_this_node(Path(path)), lambda tensors: self.reload_weights(weights_iterator=tensors))
         pack_tied_head(self.get_model(), self.vllm_config)
         return report | {"checksums": self.live_checksums()}
 
@@ -58,7 +59,9 @@ class LoadsUpdates:
         """Start to load a published version into a twin of the model, in a thread."""
         if not hasattr(self, "staging"):
             self.staging = Staging[Report]()
-        self.staging.start(self.get_model(), partial(_load_twin, path=Path(path), config=self.vllm_config))
+        self.staging.start(
+            self.get_model(), partial(_load_twin, path=on_this_node(Path(path)), config=self.vllm_config)
+        )
 
     def staged(self: Any) -> Report | None:
         """Report of the load of `start_staging`; None until it has ended.

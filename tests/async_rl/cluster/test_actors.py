@@ -4,11 +4,53 @@ import asyncio
 import gc
 
 import numpy as np
+import pytest
 
-from agent_loop.engine import GenerateRequest
-from async_rl.cluster.actors import ReplicaHost, make_collections_rare
+from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.cluster import actors
+from async_rl.cluster.actors import Placement, ReplicaHost, make_collections_rare
 from async_rl.cluster.rpc import Call
+from async_rl.config import ClusterConfig
 from tests.helpers.fakes import FakeEngine, SeededScript
+
+
+def test_placement_has_adjacent_bundles_for_the_nodes_of_a_replica(monkeypatch):
+    made = []
+    monkeypatch.setattr(actors, "placement_group", lambda bundles, strategy: made.append(bundles))
+    monkeypatch.setattr(actors, "_require_node", lambda bundle, fields: None)
+    config = ClusterConfig(cpus_per_rank=3.0, cpus_per_replica=5.0)
+    place = Placement(config, ranks=2, replicas=2, workers=1, gpus_per_replica=8.0, nodes_per_replica=2)
+    node, alone = {"CPU": 2.5, "GPU": 4.0}, {"CPU": 1.0}
+    assert made == [[{"CPU": 3.0}, {"CPU": 3.0}, node, node, node, node, alone, alone]]
+
+    def bundles(*options):
+        return [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+
+    assert bundles(place.rank(1), *place.replica(0), *place.replica(1), place.worker(0), place.queue()) == [
+        *range(1, 8)
+    ]
+    assert all((each["num_cpus"], each["num_gpus"]) == (2.5, 4.0) for each in place.replica(1))
+    names = ("replica slot 0 node 0", "replica slot 0 node 1", "replica slot 1 node 0", "replica slot 1 node 1")
+    assert [place._name(i) for i in range(8)] == [
+        *("trainer rank 0", "trainer rank 1", *names, "rollout worker slot 0", "the queue")
+    ]
+    single = Placement(config, ranks=0, replicas=2, workers=1, gpus_per_replica=0.5)
+    assert made[1] == [{"CPU": 5.0, "GPU": 0.5}] * 2 + [alone] * 2
+    assert single._name(1) == "replica slot 1" and bundles(*single.replica(1)) == [1]
+
+
+async def test_start_of_a_replica_ends_when_another_of_its_nodes_does():
+    async def start():
+        await started.wait()
+        return "replica"
+
+    started, loop = asyncio.Event(), asyncio.get_running_loop()
+    ends = [loop.create_future(), loop.create_future()]
+    ends[1].set_result("node 2: engine process 7 died")
+    with pytest.raises(EngineError, match="node 2: engine process 7 died"):
+        await actors._unless_ended(start(), ends)
+    started.set()
+    assert await actors._unless_ended(start(), [loop.create_future()]) == "replica"
 
 
 async def test_replica_host_drops_the_requests_of_a_dead_client_alone():

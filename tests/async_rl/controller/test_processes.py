@@ -56,7 +56,10 @@ class FakePlacement:
         self.full, self.waited = full, []
 
     rank = "rank {}".format
-    replica = "replica {}".format
+
+    def replica(self, slot):
+        return [f"replica {slot}", f"replica {slot} node 1"]
+
     worker = "worker {}".format
     queue = "queue".format
 
@@ -97,6 +100,7 @@ async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_only(trainers,
         ("rank 0", TrainerLostError, lambda running: running.replace_trainer(FakeTrainer())),
         ("queue", QueueUnavailable, lambda running: running.replace_trainer(FakeTrainer())),
         ("replica 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
+        ("replica 1 node 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
         ("worker 1", WorkerLostError, lambda running: running.start_worker(slot=1, name="worker-2")),
     ],
 )
@@ -117,6 +121,19 @@ async def test_a_trainer_publishes_changes_if_asked_to_and_each_node_has_a_store
         assert trainers[0].options["delta"] is delta
         assert running._store == Path("/dev/shm/versions-local")
         assert processes_of(tmp_path, stack, placement=FakePlacement())._store is None
+
+
+async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path):
+    started = []
+
+    async def start(config, **options):
+        started.append((options["options"], options["followers"]))
+        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+
+    monkeypatch.setattr(processes.ReplicaClient, "start", start)
+    async with contextlib.AsyncExitStack() as stack:
+        await processes_of(tmp_path, stack, placement=FakePlacement())._start_replica(slot=1, name="replica-2")
+    assert started == [("replica 1", ["replica 1 node 1"])]
 
 
 class FakeClosed:

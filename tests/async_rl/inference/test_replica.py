@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from async_rl.inference import replica as replica_module
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
 from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica, until_finished
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import UpdateError, WeightUpdate
+from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
@@ -134,16 +135,47 @@ async def test_a_version_that_is_not_staged_whole_leaves_the_replica_serving():
     await replica.stage(UPDATE)
 
 
+SOURCE = Source("node-0:7", (0, 1))
+
+
+class OtherNode:
+    """Another node of the engine. error: raised when it is to bring a version."""
+
+    def __init__(self, error=None):
+        self.error, self.seats, self.closed = error, [], False
+
+    async def fetch(self, update, seat):
+        self.seats.append(seat)
+        if self.error is not None:
+            raise self.error
+
+    async def close(self):
+        self.closed = True
+
+
+def over_nodes(*others):
+    """A replica with other nodes, whose own one brings versions."""
+    replica = started()
+    replica.store, replica.followers = Store(), others
+    replica.store.let_go.set()
+    return replica
+
+
 class Store:
-    """Brings no version: it waits, or raises `error`."""
+    """Brings no version: it waits, or raises `error`. Serves every version from `SOURCE`."""
 
     def __init__(self, error=None):
         self.error, self.waiting_for, self.let_go = error, "bucket 3 of weights-2", threading.Event()
+        self.brought = []
 
-    def fetch(self, folder):
+    def bring(self, update, seat):
+        self.brought.append(seat)
         if self.error is not None:
             raise self.error
         self.let_go.wait()
+
+    def offer(self, update):
+        return SOURCE
 
     def local(self, folder):
         return Path("here") / folder.name
@@ -167,6 +199,95 @@ async def test_version_that_does_not_come_loses_the_replica_and_names_the_bucket
     finally:
         store.let_go.set()
     assert replica.weights == FIRST
+
+
+async def test_nodes_of_a_replica_fetch_a_version_from_a_folder_each():
+    replica = over_nodes(first := OtherNode(), second := OtherNode())
+    await replica.fetch(UPDATE)
+    assert replica.store.brought == first.seats == second.seats == [None]
+
+
+async def test_nodes_of_a_replica_get_a_broadcast_version_from_the_first_alone():
+    replica = over_nodes(first := OtherNode(), second := OtherNode())
+    trainer = Source("trainer:5", (0, 1))
+    seat = Seat(delivery="d", index=1, size=2, sources=(trainer,), backend="nccl", timeout_s=1.0)
+    update = dataclasses.replace(UPDATE, sources=(trainer,))
+    await replica.fetch(update, seat)
+    assert replica.store.brought == [seat] and not first.seats, "the delivery has a seat for the first one"
+    await replica.fetch(update)
+    assert replica.store.brought == [seat], "it is there"
+    (one,), (other,) = first.seats, second.seats
+    assert one.sources == other.sources == (SOURCE,)
+    assert one.delivery != other.delivery and (one.size, one.index) == (other.size, other.index) == (1, 0)
+
+
+@pytest.mark.parametrize("sources", [(), (SOURCE,)], ids=["folder", "broadcast"])
+async def test_node_without_a_version_loses_the_replica(sources):
+    replica = over_nodes(OtherNode(), OtherNode(UpdateError("node 2: bucket-00003 is damaged")))
+    with pytest.raises(ReplicaLostError, match="r: version 1 did not come: node 2: bucket-00003 is damaged"):
+        await replica.fetch(dataclasses.replace(UPDATE, sources=sources))
+
+
+async def test_replica_fails_with_a_node_and_closes_all():
+    replica = over_nodes(first := OtherNode(), second := OtherNode())
+    task = await in_flight(replica)
+    replica.fail("node 1: engine process 7 died")
+    with pytest.raises(ReplicaLostError, match="r: node 1: engine process 7 died"):
+        await task
+    replica.store = None
+    await replica.close()
+    assert first.closed and second.closed and replica.backend.calls == ["close"]
+
+
+@pytest.mark.parametrize("sign", ["process", "request", "control"])
+async def test_death_of_another_node_is_the_reason_when_the_own_engine_dies_with_it(sign):
+    replica = over_nodes(OtherNode())
+    task = await in_flight(replica)
+    await replica.pause()
+    if sign == "process":
+        replica.backend.die("engine process 5 died")
+        replica.backend.fault = EngineError("no connection")
+    else:
+        replica.backend.fault = ReplicaLostError("request a failed: EngineDeadError")
+    if sign == "control":
+        await replica.freeze()
+        replica.backend.fault = OSError("no connection")
+        replica.backend.engine_error = lambda error, what: asyncio.sleep(0, ReplicaLostError("dead"))
+        task.cancel()
+        task = asyncio.create_task(replica.load(UPDATE))
+    replica.backend.go.set()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    replica.fail("node 1: engine process 7 died")
+    with pytest.raises(ReplicaLostError, match="r: node 1: engine process 7 died"):
+        await task
+
+
+async def test_death_of_the_own_engine_alone_is_the_reason_after_a_moment(monkeypatch):
+    monkeypatch.setattr(replica_module, "NODE_NOTICE_S", 0.01)
+    replica = over_nodes(OtherNode())
+    task = await in_flight(replica)
+    replica.backend.die("engine process 5 died")
+    with pytest.raises(ReplicaLostError, match="r: engine process 5 died"):
+        await task
+    alone = started()
+    alone.backend.die("engine process 6 died")
+    with pytest.raises(ReplicaLostError, match="engine process 6 died"):
+        await alone.pause()
+
+
+@pytest.mark.parametrize(
+    ("error", "notice_s", "waits"), [(EngineError("refused"), 30.0, False), (ReplicaLostError("dead"), 0.2, True)]
+)
+async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error, notice_s, waits):
+    monkeypatch.setattr(replica_module, "NODE_NOTICE_S", notice_s)
+    replica = over_nodes(OtherNode())
+    replica.backend.fault = error
+    replica.backend.go.set()
+    start = asyncio.get_running_loop().time()
+    with pytest.raises(type(error), match=str(error)):
+        await replica.generate(ask())
+    assert (asyncio.get_running_loop().time() - start >= notice_s) == waits
 
 
 async def test_engine_reads_the_version_that_the_node_has():

@@ -1,5 +1,6 @@
 """Refusals that all engines share, before any process starts."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def check(config, folder, fields, *, capture_routing=True, **options):
                 ("tensor_parallel", 0),
                 ("data_parallel", 0),
                 ("expert_parallel", 0),
+                ("nodes", 0),
+                ("nodes", 2),
                 ("expert_parallel", 2),
                 ("threads", 0),
                 ("load_timeout_s", 0.0),
@@ -69,6 +72,16 @@ def check(config, folder, fields, *, capture_routing=True, **options):
 def test_engine_config_names_the_field_and_the_value_that_it_refuses(engine, field, value):
     with pytest.raises(ValueError, match=rf"engine\.{field} is {value!r}"):
         engine(**{field: value})
+
+
+@pytest.mark.parametrize("engine", EVERY)
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "data", "fits"),
+    [(2, 4, 1, True), (2, 1, 4, True), (4, 2, 2, True), (2, 3, 1, False), (3, 3, 2, False), (3, 4, 1, False)],
+)
+def test_nodes_of_a_replica_have_equal_ranks_and_equal_parts_of_groups(engine, nodes, tensor, data, fits):
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=rf"engine\.nodes is {nodes} "):
+        engine(nodes=nodes, tensor_parallel=tensor, data_parallel=data)
 
 
 CHANGING = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -21,6 +22,7 @@ CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized par
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
 NOT_STAGED = "not yet"  # message until all ranks have loaded a version beside the model
+STORE_VARIABLE = "ASYNC_RL_STORE"  # see `async_rl.weights.store`
 
 
 @cache
@@ -99,6 +101,7 @@ def update_and_report(update: Callable[..., Any], updater: Any, request: Any) ->
 
     An update that fails on any rank fails on all, and its message names the rank.
     """
+    request.model_path = str(_on_this_node(Path(request.model_path)))
     answers: list[Any] = []
 
     def load() -> dict[str, Any]:
@@ -148,7 +151,7 @@ def _start(updater: Any, folder: str) -> str:
             loader.load_weights_and_postprocess(twin.model, (), device)
             return _checksums(twin.model)
 
-        return _load_version(Path(folder), load_twin, group=updater.tp_cpu_group)
+        return _load_version(_on_this_node(Path(folder)), load_twin, group=updater.tp_cpu_group)
 
     _Loads.staging.start(runner.model, load)
     return "started"
@@ -180,6 +183,12 @@ def _load_version(folder: Path, load: Callable[[], dict[str, Any]], *, group: An
         return {**_VERSION.report, "checksums": checksums}
     finally:
         _VERSION.folder = None
+
+
+def _on_this_node(folder: Path) -> Path:
+    """See `async_rl.weights.store.on_this_node`, whose module this virtualenv cannot import."""
+    store = os.environ.get(STORE_VARIABLE)
+    return folder if store is None else Path(store) / folder.name
 
 
 def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[Any, ...], dict[str, bool]]:
