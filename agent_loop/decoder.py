@@ -187,7 +187,7 @@ class SegmentDecoder:
                 trajectory.check(received)  # the cut takes the last rows away, and with them a wrong extent
             if len(segment):
                 trajectory.extend(segment)
-        return segments is not None or int(trajectory.segments[-1].token_ids[-1]) in self._stop_token_ids
+        return segments is not None or int(trajectory.turns[-1].segments[-1].token_ids[-1]) in self._stop_token_ids
 
     def _up_to_stop_string(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> list[TokenOutput] | None:
         """The part of `answer` up to the first stop string; None without a stop string."""

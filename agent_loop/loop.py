@@ -107,7 +107,8 @@ class AgentLoop(Protocol):
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
         trajectory grows as segments arrive, so that a caller sees the generated tokens even if the rollout fails. It
-        never holds a turn that was half recorded.
+        never holds a turn that was half recorded. A loop that rewrites the history calls `trajectory.fork` and
+        continues on that path; `trajectory.paths` has all of them when the rollout resumes.
 
         Args:
             session: name of this rollout, unique in the run, without "#".

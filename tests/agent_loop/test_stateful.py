@@ -85,7 +85,9 @@ async def roll(loop, session="s", trajectory=None):
 
 
 async def recorded(loop, trajectory, records):
-    return await roll(loop, trajectory=RecordedTrajectory(trajectory, record=lambda *record: records.append(record)))
+    return await roll(
+        loop, trajectory=RecordedTrajectory(trajectory, record=lambda *record: records.append(record[:2]))
+    )
 
 
 @pytest.mark.parametrize("made", [Sum, OpenSum])
