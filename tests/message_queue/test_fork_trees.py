@@ -25,6 +25,7 @@ from message_queue.trajectory import Trajectory
 from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.groups import sets_of, support_of
 from tests.helpers.stored import RUN, read
+from tests.message_queue.test_content import flipped
 from tests.message_queue.test_merge_rule import LOGPROBS, ROW, SPEC, Model, as_sets, routed, segment_of
 
 MODES = ("append", "force", "replace", "split")
@@ -223,10 +224,11 @@ class Schedule(RuleBasedStateMachine):
         """Also after an abort, or without a token."""
         self.version += update
         path = self.any_path(data)
-        model = self.tree.paths[path]
-        if len(model.turns) > model.shared:
-            self.tree.extend(data, path, version=self.version)
+        if len(self.tree.paths[path].turns) == self.tree.paths[path].shared:
+            self.tree.observe(path, 1)
             self.note()
+        self.tree.extend(data, path, version=self.version)
+        self.note()
 
     @precondition(lambda self: len(self.tree.paths) < 6)
     @rule(data=st.data())
@@ -270,7 +272,7 @@ class Schedule(RuleBasedStateMachine):
 def test_any_tree_is_that_of_the_model_and_comes_back_after_a_kill(mode, routing):
     run_state_machine_as_test(
         lambda: Schedule(mode, routing),
-        settings=settings(max_examples=10 if routing else 5, stateful_step_count=20, deadline=None),
+        settings=settings(max_examples=30 if routing else 10, stateful_step_count=20, deadline=None),
     )
 
 
@@ -334,6 +336,28 @@ async def test_the_tree_of_a_successor_replaces_what_it_did_not_know(data, mode,
         found = read_back(folder, old.trajectory)
         check(found, new.paths)
         assert content(found) == content(new.trajectory)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data(), st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+async def test_a_damaged_record_leaves_the_tree_before_it(data, share, change):
+    tree = Tree.started(mode="append", routing=True, fresh=iter(range(10_000)))
+    contents = [content(tree.trajectory)]
+    tree.observe(0, 2)
+    contents.append(content(tree.trajectory))
+    for _ in range(data.draw(st.integers(0, 12))):
+        grow(data, tree, version=0)
+        contents.append(content(tree.trajectory))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        writer = await open_writer(folder, "a")
+        await writer.append(tree.records)
+        await writer.close()
+        path = folder / "a-000001.data"
+        with flipped(path, int(share * path.stat().st_size), change):
+            found = read(folder, 0, routing=SPEC)
+    assert content(found.groups[0].trajectories[0]) in contents[:-1]
+    assert len(found.notes) == 1 and str(path) in found.notes[0]
 
 
 @settings(deadline=None, max_examples=30)
