@@ -44,9 +44,9 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def wrong(field: str, value: object, way_out: str, *, code: str | None = None) -> RequestError:
+def wrong(field: str, value: object, way_out: str) -> RequestError:
     """The error of a field."""
-    return RequestError(f"{field} is {shown(value)}; {way_out}", field=field, code=code)
+    return RequestError(f"{field} is {shown(value)}; {way_out}", field=field)
 
 
 def optional(body: Body, name: str, kind: type[T], *, at: str = "") -> T | None:

@@ -1,7 +1,8 @@
 """Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
 
-Sampling settings and `thinking` are those of the run; those of the request are ignored, like `cache_control`. A user
-message with tool results becomes one tool message for each, and a user message of its texts. Example:
+Sampling settings and `thinking` are those of the run; those of the request are ignored, like `cache_control` and
+`disable_parallel_tool_use`. A user message with tool results becomes one tool message for each, and a user message of
+its texts. Example:
 
     user [tool_result of call_1 "4 degrees", text "And tomorrow?"]  ->  tool "4 degrees" (call_1), user "And tomorrow?"
 """

@@ -52,6 +52,7 @@ from async_rl.endpoint.wire import Call, WireFormat
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes
 MAX_REWARD = 1e30
+CLOSING = (400, 408, 413, 431, 500)  # after these, a rest of the request may follow
 INTERNAL = "internal error of the endpoint; its log has the cause"
 
 T = TypeVar("T")
@@ -106,7 +107,10 @@ async def serve(host: SessionHost, *, run_key: str, config: EndpointConfig) -> A
 
     Raises:
         OSError: the address is in use or cannot be bound.
+        ValueError: `run_key` is empty.
     """
+    if not run_key:
+        raise ValueError("run_key is empty; make one with new_key()")
     state = ServerState()
 
     def connect() -> Connection:
@@ -129,7 +133,7 @@ async def serve(host: SessionHost, *, run_key: str, config: EndpointConfig) -> A
         yield base_url
     finally:
         server.close()
-        await endpoint.cancel_answers()
+        await endpoint.close()
         await _close(state)
         await server.wait_closed()
 
@@ -173,6 +177,7 @@ class _Endpoint:
         self._config = config
         self._base_url = base_url
         self._answers: set[asyncio.Task[Any]] = set()
+        self._closing = False
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -192,8 +197,9 @@ class _Endpoint:
         app.router.redirect_slashes = False
         return app
 
-    async def cancel_answers(self) -> None:
-        """Cancel all answers and wait for their end."""
+    async def close(self) -> None:
+        """Cancel all answers, wait for their end, and start no others."""
+        self._closing = True
         for task in self._answers:
             task.cancel()
         if self._answers:
@@ -219,7 +225,7 @@ class _Endpoint:
         async def respond(request: Request) -> Response:
             try:
                 try:
-                    _check_head(request)
+                    _check_head(request, max_bytes=self._config.max_head_bytes)
                     owner = authorise(request)
                 except EndpointError:
                     await self._receive(request, keep=False)
@@ -243,7 +249,9 @@ class _Endpoint:
         async def act(session: SessionHandle, data: bytes, headers: Headers) -> Response:
             call = _call(decode_body(data), headers)
             stream = optional(call.body, "stream", bool)
-            task = asyncio.create_task(ask(session, form.read(call)))
+            if self._closing:
+                raise SessionFailed("the endpoint closes; try again later")
+            task = asyncio.create_task(ask(session, _read(form.read, call)))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
@@ -267,7 +275,8 @@ class _Endpoint:
             return Response()
         except EndpointError as refused:
             return _failure(refused, shape)
-        return _failure(EndpointError(text, status=status, code="not_found"), shape)
+        code = "not_found" if status == HTTPStatus.NOT_FOUND else None
+        return _failure(EndpointError(text, status=status, code=code), shape)
 
     async def _receive(self, request: Request, *, keep: bool = True) -> bytes:
         """Body of a request.
@@ -355,7 +364,7 @@ async def _models(session: SessionHandle, data: bytes, headers: Headers) -> Resp
 
 
 async def _count_tokens(session: SessionHandle, data: bytes, headers: Headers) -> Response:
-    request = messages.read_prompt(_call(decode_body(data), headers))
+    request = _read(messages.read_prompt, _call(decode_body(data), headers))
     return _json({"input_tokens": session.count_tokens(request)})
 
 
@@ -393,12 +402,15 @@ def _number(value: object, *, field: str) -> float:
     return float(value)
 
 
-def _check_head(request: Request) -> None:
-    """Refuse heads that another reader may understand in another way.
+def _check_head(request: Request, *, max_bytes: int) -> None:
+    """Refuse heads that are too large, or that another reader may understand in another way.
 
     Raises:
-        EndpointError: the path has escapes, or the length of the body is given twice.
+        EndpointError: it is large, the path has escapes, or the length of the body is given twice.
     """
+    if sum(len(name) + len(value) for name, value in request.headers.raw) > max_bytes:  # h11 bounds unfinished heads
+        text = f"the headers have more than {max_bytes} bytes; send less"
+        raise EndpointError(text, status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="request_too_large")
     if request.scope["raw_path"] != request.scope["path"].encode():
         text = f"the path {shown(request.scope['raw_path'].decode('ascii'))} has escapes; write it without"
         raise EndpointError(text, status=HTTPStatus.NOT_FOUND, code="not_found")
@@ -441,9 +453,16 @@ def _call(body: Body, headers: Headers) -> Call:
     )
 
 
+def _read(read: Callable[[Call], Asked], call: Call) -> Asked:
+    try:
+        return read(call)
+    except RecursionError:  # a body that was just decoded may be too deep to be written
+        raise RequestError("the body is nested too deep; send a flatter one") from None
+
+
 def _result(task: asyncio.Task[Answered]) -> Answered:
     if task.cancelled():
-        raise SessionFailed("the endpoint closes; try again later")
+        raise SessionFailed("the call was cancelled; try again later")
     return task.result()
 
 
@@ -464,8 +483,8 @@ def _failure(error: EndpointError, shape: ErrorShape) -> Response:
             headers["www-authenticate"] = "Bearer"
         case HTTPStatus.CONFLICT:
             headers["x-should-retry"] = "false"  # the SDKs would make the call again
-        case HTTPStatus.BAD_REQUEST | HTTPStatus.REQUEST_TIMEOUT | HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            headers["connection"] = "close"  # a rest of the body may follow
+        case status if status in CLOSING:
+            headers["connection"] = "close"
         case _:
             pass
     return _json(shape(error), status=error.status, headers=headers)
