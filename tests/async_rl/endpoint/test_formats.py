@@ -8,6 +8,8 @@ from http import HTTPStatus
 import pytest
 from anthropic.types import ErrorResponse, RawMessageStreamEvent
 from anthropic.types import Message as AnthropicMessage
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -307,3 +309,99 @@ def test_a_long_value_is_cut_in_an_error():
     with pytest.raises(RequestError) as refused:
         read(chat_completions, n="x" * 10_000)
     assert len(json.dumps(chat_completions.error(refused.value))) < 400
+
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+WHOLE = {
+    chat_completions: BODIES[chat_completions]
+    | {
+        "messages": [
+            {"role": "system", "content": PARTS},
+            ASK,
+            {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": [CHAT_CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": PARTS},
+        ],
+        "tools": [TOOL],
+        "stream_options": {"include_usage": True},
+        "stop": ["."],
+    },
+    responses: BODIES[responses]
+    | {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "rs", "summary": [{"type": "summary_text", "text": "r"}]},
+            {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "4"},
+        ],
+        "tools": [{"type": "function", **TOOL["function"]}],
+        "text": {"format": {"type": "text"}},
+    },
+    messages: BODIES[messages]
+    | {
+        "system": PARTS,
+        "messages": [
+            {"role": "user", "content": PARTS},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "r", "signature": ""},
+                    {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": [1]}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": PARTS}]},
+        ],
+        "tools": [{"name": "f", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "auto"},
+    },
+    tokens: BODIES[tokens] | {"stream_options": {}, "request_id": "a", "return_token_ids": True},
+}
+
+NAMES = (
+    "agent arguments call_id content description format function id include include_usage input input_schema "
+    "instructions is_error max_completion_tokens max_output_tokens max_tokens messages model n name output "
+    "output_config parameters reasoning_content request_id role sampling_params stop stop_sequences stop_token_ids "
+    "stream stream_options summary system text thinking token_ids tool_call_id tool_calls tool_choice tool_use_id "
+    "tools type"
+)
+TEXTS = (
+    "assistant auto custom developer function function_call function_call_output input_text message none output_text "
+    "reasoning system text thinking tokens tool tool_result tool_use user"
+)
+KEYS, WORDS = st.sampled_from(NAMES.split()), st.sampled_from(["", *TEXTS.split()])
+LEAVES = st.none() | st.booleans() | st.integers(-1, 3) | st.floats(allow_nan=False) | WORDS
+FIELDS = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=6),
+    max_leaves=25,
+)
+
+
+@pytest.mark.parametrize("form", [*CHATS, tokens], ids=name_of)
+@given(fields=st.dictionaries(KEYS, FIELDS, max_size=4), at=st.integers(0, 10**6), value=FIELDS)
+def test_any_body_is_read_and_answered_or_refused(form, fields, at, value):
+    body = altered(WHOLE[form], at=at, value=value) | fields
+    asked = call(body)
+    try:
+        form.FORMAT.read(asked)
+    except RequestError as refused:
+        json.dumps(form.FORMAT.error(refused))
+        return
+    found = TOKENS if form is tokens else CALLING
+    json.dumps(form.write(found, asked))
+    assert "".join(form.events(found, asked))
+
+
+def altered(body, *, at, value):
+    """The body with one of its values replaced: the one with number `at`, counted in depth."""
+    copy = json.loads(json.dumps(body))
+    places = list(walk(copy))
+    holder, key = places[at % len(places)]
+    holder[key] = value
+    return copy
+
+
+def walk(value):
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from walk(value[key])
