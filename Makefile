@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 VENV_SGLANG ?= .venv-sglang
 VENV_DOCS ?= .venv-docs
+VENV_AGENTS ?= .venv-agents
 BIN := $(VENV)/bin
 # GPU=1 sets up CUDA builds instead of CPU builds.
 GPU ?=
@@ -16,8 +17,8 @@ FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds test test-fast test-numerics mutations parity simulate kills lint format types contracts setup setup-sglang staleness \
-	bench docs reference gpu-locks clean
+.PHONY: run seeds test test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
+	setup-sglang setup-agents staleness bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +42,14 @@ $(VENV_SGLANG)/.ready: requirements/sglang$(if $(GPU),-gpu).lock
 	$(VENV_SGLANG)/bin/pip install -q --no-deps -r $<
 	touch $@
 
+# Packages with agent programs, each of which is trained unchanged in tests/agents.
+setup-agents: $(VENV_AGENTS)/.ready
+
+$(VENV_AGENTS)/.ready: requirements/agents.lock
+	$(PYTHON) -m venv $(VENV_AGENTS)
+	$(VENV_AGENTS)/bin/pip install -q --no-deps -r $<
+	touch $@
+
 run: setup $(if $(findstring engine=sglang,$(ARGS)),setup-sglang)
 	$(BIN)/python -m async_rl.run $(ARGS)
 
@@ -56,6 +65,10 @@ test: setup setup-sglang
 # The simulator finds every defect that is planted in the control code.
 mutations: setup
 	$(PYTEST) -m mutations tests/simulator $(ARGS)
+
+# Agent programs of well-known packages.
+test-agents: setup setup-agents
+	$(PYTEST) tests/agents $(ARGS)
 
 # At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
 test-fast: setup

@@ -5,8 +5,12 @@ from agent_loop.code_answer import code_answer
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
+from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
 from agent_loop.functions import FunctionReward, FunctionTool
 from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.mcp import McpServer
+from agent_loop.program import ModelAccess, ProgramLoop, command, external
+from agent_loop.program_tools import python_tool, shell_tool
 from agent_loop.reward import Completion, Reward, RewardError, Score
 from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
 from agent_loop.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
@@ -33,12 +37,17 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineError",
+    "EnvironmentClass",
+    "EnvironmentLoop",
     "FunctionReward",
     "FunctionTool",
     "GenerateRequest",
     "MalformedCall",
+    "McpServer",
     "Message",
+    "ModelAccess",
     "PauseGate",
+    "ProgramLoop",
     "Prompt",
     "ReplicaLostError",
     "Reward",
@@ -52,6 +61,7 @@ __all__ = [
     "SegmentDecoder",
     "SingleTurnLoop",
     "StateLostError",
+    "Step",
     "Tokenizer",
     "Tool",
     "ToolCall",
@@ -64,16 +74,20 @@ __all__ = [
     "budget_left",
     "check_sandbox",
     "code_answer",
+    "command",
     "cosine_length",
     "describe_tool",
     "exact_match",
+    "external",
     "in_processes",
     "math_answer",
     "observe_prompt",
     "overlong_penalty",
     "parse_tool_calls",
+    "python_tool",
     "regex_match",
     "run_python",
     "run_shell",
     "sampled_tokens",
+    "shell_tool",
 ]

@@ -8,10 +8,14 @@ so nothing depends on how the template would re-render earlier turns. The text o
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from types import MappingProxyType
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,6 +25,7 @@ from agent_loop.loop import Message
 from message_queue.tokens import Int32Array
 
 # Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
+NONE_SAMPLED: Mapping[int, Int32Array] = MappingProxyType({})
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
 
 
@@ -51,36 +56,52 @@ class Chat:
         stop_strings: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools = [dict(tool) for tool in tools] or None
         self._end_of_turn = end_of_turn
         self._control = ControlTokens(tokenizer)
+        self._secret = secrets.token_hex(8)  # which no message knows
         if end_of_turn not in self._control:
             raise ChatTemplateError(
                 f"end_of_turn is {end_of_turn!r}, which is no added token of the tokenizer, so the text of a message "
                 "could end a turn; add it to the tokenizer as a special token"
             )
-        template = getattr(tokenizer, "get_chat_template", None)
-        self._template = None if template is None else self._control.swap_sought(template(tools=self._tools))
         markers = (end_of_turn, *stop_tokens)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in markers))
         self._end_id = self.stop_token_ids[0]
-        if "" in stop_strings:
-            raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
-        self._stop_strings = tuple(stop_strings)
-        self.find_stop: FindStop | None = self._find_stop if stop_strings else None
+        self._set(tools, stop_strings)
         if tools:
-            self._check_stable(Message(role="tool", content="0"))
+            self.check_role("tool")
 
-    def prompt(self, messages: Sequence[Message]) -> Int32Array:
-        """int32 [n]: the conversation up to the start of the model's turn."""
-        return self._encode(self._render([self._swapped(m) for m in messages]))
+    def variant(self, *, tools: Sequence[Mapping[str, Any]], stop_strings: Sequence[str]) -> Chat:
+        """This chat with the tools and stop strings of one request.
 
-    def reply(self, messages: Sequence[Message], *, after: Int32Array) -> Int32Array:
+        Raises:
+            ChatTemplateError: a stop string is empty.
+        """
+        chat = copy(self)
+        chat._set(tools, stop_strings)
+        return chat
+
+    def prompt(self, messages: Sequence[Message], *, sampled: Mapping[int, Int32Array] = NONE_SAMPLED) -> Int32Array:
+        """int32 [n]: the conversation up to the start of the model's turn.
+
+        Args:
+            sampled: index of an assistant message -> its tokens [m] as the model sampled them, which are taken over.
+        """
+        marked, tokens = self._with_marks(messages, sampled)
+        return self._encode_around(self._render(marked), tokens)
+
+    def reply(
+        self, messages: Sequence[Message], *, after: Int32Array, sampled: Mapping[int, Int32Array] = NONE_SAMPLED
+    ) -> Int32Array:
         """int32 [n]: the tokens after the sampled turn `after`, up to the start of the model's next turn.
 
         The end-of-turn token comes first if the turn lacks it (stopped at the end of a tool call).
+
+        Args:
+            sampled: see `prompt`.
         """
-        ids = self._encode(self._end_of_turn + self._tail(messages, STAND_INS[0]))
+        marked, tokens = self._with_marks(messages, sampled)
+        ids = self._encode_around(self._end_of_turn + self._tail_of(marked, STAND_INS[0]), tokens)
         return ids[1:] if self.ends_turn(after) else ids
 
     def reply_texts(self, token_ids: Int32Array, *, count: int) -> list[str]:
@@ -120,6 +141,15 @@ class Chat:
 
     # ---- inside
 
+    def _set(self, tools: Sequence[Mapping[str, Any]], stop_strings: Sequence[str]) -> None:
+        if "" in stop_strings:
+            raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
+        self._tools = [self._swapped_values(tool) for tool in tools] or None
+        template = getattr(self._tokenizer, "get_chat_template", None)
+        self._template = None if template is None else self._control.swap_sought(template(tools=self._tools))
+        self._stop_strings = tuple(stop_strings)
+        self.find_stop: FindStop | None = self._find_stop if stop_strings else None
+
     def _find_stop(self, turn: Int32Array) -> int | None:
         """See `agent_loop.decoder.FindStop`."""
         if self._stop_end(self.decode(turn)) is None:
@@ -144,7 +174,34 @@ class Chat:
             raise ChatTemplateError(f"stop token {text!r} is {len(ids)} tokens in this tokenizer; name a single token")
         return int(ids[0])
 
-    def _render(self, conversation: list[dict[str, str]]) -> str:
+    def _with_marks(
+        self, messages: Sequence[Message], sampled: Mapping[int, Int32Array]
+    ) -> tuple[list[dict[str, Any]], dict[str, Int32Array]]:
+        """Messages for the template, in which a mark stands for each sampled one, and mark -> tokens, in order."""
+        tokens: dict[str, Int32Array] = {}
+        conversation: list[dict[str, Any]] = []
+        for index, message in enumerate(messages):
+            if index in sampled:
+                mark = f"stand-in sampled turn {index:06d}, {self._secret}"
+                tokens[mark] = sampled[index]
+                conversation.append({"role": message.role, "content": mark})
+            else:
+                conversation.append(self._swapped(message))
+        return conversation, tokens
+
+    def _encode_around(self, rendered: str, tokens: Mapping[str, Int32Array]) -> Int32Array:
+        """Ids of a rendered text, with the tokens of each mark in its place."""
+        parts: list[Int32Array] = []
+        for mark, turn in tokens.items():
+            before, found, rendered = rendered.partition(mark)
+            if not found:
+                raise ChatTemplateError("the chat template leaves out an assistant turn, so it cannot be continued")
+            parts += [self._encode(before), turn]
+            if self.ends_turn(turn):
+                rendered = rendered.removeprefix(self._end_of_turn)
+        return np.concatenate([*parts, self._encode(rendered)])
+
+    def _render(self, conversation: list[dict[str, Any]]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 conversation,
@@ -157,11 +214,14 @@ class Chat:
 
     def _tail(self, messages: Sequence[Message], stand_in: str) -> str:
         """Text that the template renders after the end-of-turn token of an assistant turn `stand_in`."""
+        return self._tail_of([self._swapped(m) for m in messages], stand_in)
+
+    def _tail_of(self, messages: list[dict[str, Any]], stand_in: str) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
         try:
-            rendered = self._render(conversation + [self._swapped(m) for m in messages])
+            rendered = self._render(conversation + messages)
         except Exception as error:
-            roles = sorted({m.role for m in messages})
+            roles = sorted({str(m["role"]) for m in messages})
             raise ChatTemplateError(
                 f"the chat template refuses messages of role {roles} after an assistant turn: {error}"
             ) from error
@@ -174,7 +234,13 @@ class Chat:
             )
         return rest.removeprefix(self._end_of_turn)
 
-    def _check_stable(self, message: Message) -> None:
+    def check_role(self, role: str) -> None:
+        """Check that the template continues a conversation with messages of a role.
+
+        Raises:
+            ChatTemplateError: it leaves them out, or renders them differently depending on the turn before.
+        """
+        message = Message(role=role, content="0")
         first, second = (self._tail([message], stand_in) for stand_in in STAND_INS)
         if first != second or message.content not in first:
             raise ChatTemplateError(
@@ -182,5 +248,42 @@ class Chat:
                 f"before it, or leaves it out: {first!r} and {second!r}; use a template that appends"
             )
 
-    def _swapped(self, message: Message) -> dict[str, str]:
-        return {"role": self._control.swap(message.role), "content": self._control.swap(message.content)}
+    def _swapped_values(self, value: Any) -> Any:
+        """A JSON value in which control tokens are text."""
+        if isinstance(value, str):
+            return self._control.swap(value)
+        if isinstance(value, Mapping):
+            items = cast(Mapping[str, Any], value).items()
+            return {self._control.swap(str(key)): self._swapped_values(each) for key, each in items}
+        if isinstance(value, list | tuple):
+            return [self._swapped_values(each) for each in cast(Sequence[Any], value)]
+        return value
+
+    def _swapped(self, message: Message) -> dict[str, Any]:
+        """A message for the template, in which control tokens are text."""
+        swap = self._control.swap
+        fields: dict[str, Any] = {"role": swap(message.role), "content": swap(message.content)}
+        if message.reasoning is not None:
+            fields["reasoning_content"] = swap(message.reasoning)
+        if message.tool_calls:
+            fields["tool_calls"] = [
+                {
+                    "id": swap(call.id),
+                    "type": "function",
+                    "function": {"name": swap(call.name), "arguments": _arguments(swap(call.arguments))},
+                }
+                for call in message.tool_calls
+            ]
+        for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
+            if value is not None:
+                fields[name] = swap(value)
+        return fields
+
+
+def _arguments(text: str) -> Any:
+    """The arguments object of a call, as chat templates take it; the text if it is no object."""
+    try:
+        arguments: object = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return cast(dict[str, Any], arguments) if isinstance(arguments, dict) else text

@@ -86,6 +86,7 @@ class SegmentDecoder:
         stop_token_ids: each ends a turn and is part of it.
         session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
             request id is a prefix of another, which engines that abort by prefix rely on.
+        call: number of the decoder, if a rollout has several: requests are `session#2-0.`, `session#2-1.`, ...
         limits: only segment_tokens, generate_timeout_s and max_refused_answers are used.
         find_stop: finds the end of a turn in its text; None if only tokens end a turn.
 
@@ -104,6 +105,7 @@ class SegmentDecoder:
         cache_salt: str,
         limits: TurnLimits,
         find_stop: FindStop | None = None,
+        call: int | None = None,
     ) -> None:
         if "#" in session:
             raise ValueError(f'session is {session!r}; "#" separates session and request, so it cannot be part of it')
@@ -111,6 +113,7 @@ class SegmentDecoder:
         self._sampling = sampling
         self._stop_token_ids = tuple(stop_token_ids)
         self._session = session
+        self._prefix = f"{session}#" if call is None else f"{session}#{call}-"
         self._cache_salt = cache_salt
         self._limits = limits
         self._find_stop = find_stop
@@ -187,7 +190,7 @@ class SegmentDecoder:
                 trajectory.check(received)  # the cut takes the last rows away, and with them a wrong extent
             if len(segment):
                 trajectory.extend(segment)
-        return segments is not None or int(trajectory.segments[-1].token_ids[-1]) in self._stop_token_ids
+        return segments is not None or int(trajectory.turns[-1].segments[-1].token_ids[-1]) in self._stop_token_ids
 
     def _up_to_stop_string(self, trajectory: Trajectory, answer: Sequence[TokenOutput]) -> list[TokenOutput] | None:
         """The part of `answer` up to the first stop string; None without a stop string."""
@@ -210,7 +213,7 @@ class SegmentDecoder:
         number, self._num_requests = self._num_requests, self._num_requests + 1
         existing_rows, forced = _rows_wanted(trajectory)
         return GenerateRequest(
-            request_id=f"{self._session}#{number}.",
+            request_id=f"{self._prefix}{number}.",
             token_ids=trajectory.token_ids(),
             max_new_tokens=min(left, self._stride),
             existing_rows=existing_rows,

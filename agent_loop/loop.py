@@ -22,13 +22,33 @@ class PromptError(RolloutError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """A tool call in a message of the assistant."""
+
+    id: str
+    """Name of the call; letters, digits, "_" and "-". The reply refers to it."""
+    name: str
+    """Name of the tool."""
+    arguments: str
+    """JSON text of the arguments object; in a history, any text that the agent sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
     """One message of a conversation."""
 
     role: str
-    """system, user, assistant or tool, as the chat template knows them."""
+    """system, user, assistant or tool, as the chat template knows them; tool is the reply to one tool call."""
     content: str
     """Text."""
+    reasoning: str | None = None
+    """Reasoning of the model before the text; None if there is none."""
+    tool_calls: tuple[ToolUse, ...] = ()
+    """Calls of an assistant message, in order."""
+    tool_call_id: str | None = None
+    """Call to which a tool message replies."""
+    name: str | None = None
+    """Name of the author, if the agent gave one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +86,8 @@ class TurnLimits:
     """Seconds for the reward."""
     generate_timeout_s: float = 600.0
     """Seconds for one engine call, pauses for weight updates included."""
+    agent_timeout_s: float = 3600.0
+    """Seconds for one agent program, its model calls and tools included."""
     max_refused_answers: int = 3
     """Times in a row that a request is made again because the engine's answer broke the contract."""
     max_tool_reply_chars: int | None = None
@@ -76,7 +98,7 @@ class TurnLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"limits.{name} is {value}; must be at least 1")
-        for name in ("tool_timeout_s", "reward_timeout_s", "generate_timeout_s"):
+        for name in ("tool_timeout_s", "reward_timeout_s", "generate_timeout_s", "agent_timeout_s"):
             value = getattr(self, name)
             if not 0 < value < float("inf"):
                 raise ValueError(f"limits.{name} is {value}; must be a positive number of seconds")
@@ -107,7 +129,8 @@ class AgentLoop(Protocol):
 
         Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
         trajectory grows as segments arrive, so that a caller sees the generated tokens even if the rollout fails. It
-        never holds a turn that was half recorded.
+        never holds a turn that was half recorded. A loop that rewrites the history calls `trajectory.fork` and
+        continues on that path; `trajectory.paths` has all of them when the rollout resumes.
 
         Args:
             session: name of this rollout, unique in the run, without "#".

@@ -11,6 +11,10 @@ The program sees `/usr`, the Python installation with its packages (all read-onl
 memory. It has no network, no other file, process or environment variable of this machine, and no privilege. When it
 ends, is stopped or its caller is cancelled, all its descendants are killed before the function returns.
 
+The kernel bounds the address space of each process. A thread of the caller measures the memory of all of them together,
+0.1 s after each measurement, and stops the program if it is above the bound. In between, n processes can use up to n
+times the bound. Buffers of the kernel, such as those of pipes, are not counted.
+
 It needs Linux with bubblewrap (`bwrap`) and util-linux. Root needs CAP_SYS_ADMIN, another user needs unprivileged user
 namespaces. `check_sandbox` says what is missing; no program ever runs with less isolation.
 """
@@ -31,6 +35,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -41,6 +46,7 @@ WORK = "/tmp"  # working directory
 PYTHON = os.path.realpath(sys.executable)
 SHELL = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
 OPEN_FILES = 128  # of each process
+MEASURE_S = 0.1  # time between two measurements of the memory of a program
 
 GO = b"\n"  # on stdin: starts the program, once the caller can stop it
 
@@ -73,6 +79,7 @@ _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column ab
 _CLONE_NEWUSER = 0x10000000
 _FAMILIES = (1, 2, 10, 16)  # sockets: unix, IPv4, IPv6, netlink; others such as vsock are in no namespace
 _EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
+_MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # of its own: tools may use all threads of the event loop
 
 
 class SandboxError(RuntimeError):
@@ -83,7 +90,8 @@ class SandboxError(RuntimeError):
 class SandboxLimits:
     """Bounds of one program.
 
-    A program with processes=16 and memory_mb=512 has at most 16 * 512 MB, and disk_mb for its files.
+    A program with processes=16 and memory_mb=512 is stopped if a measurement finds more than 512 MiB in its processes
+    together. Between two measurements it may have up to 16 * 512 MiB. Its files have disk_mb in addition.
     """
 
     wall_s: float = 10.0
@@ -91,7 +99,7 @@ class SandboxLimits:
     cpu_s: int = 10
     """Seconds of CPU time of each process."""
     memory_mb: int = 1024
-    """Address space of each process, in MiB."""
+    """Memory of all processes together, and address space of each process, in MiB."""
     processes: int = 16
     """Processes and threads at once."""
     disk_mb: int = 64
@@ -115,7 +123,7 @@ class SandboxResult:
     exit_code: int | None
     """Of the program; 128 + n if signal n ended it; None if it was stopped."""
     stopped: str
-    """The limit for which it was stopped, `wall_s` or `output_bytes`; "" if it ended by itself."""
+    """The limit for which it was stopped, `wall_s`, `memory_mb` or `output_bytes`; "" if it ended by itself."""
     stdout: str
     """What it wrote to stdout, at most `output_bytes` bytes."""
     stderr: str
@@ -176,6 +184,7 @@ class _Running:
         self._limits = limits
         self._stopped = ""
         self._first: int | None = None  # pidfd of process 1 of the namespace
+        self._first_pid: int | None = None
 
     def stop(self, reason: str) -> None:
         """Kill all processes; nothing if they were stopped before."""
@@ -194,6 +203,9 @@ class _Running:
             assert process.stdin and process.stdout and process.stderr
             await self._find_first(status)
             stack.callback(self._forget_first)
+            if self._first_pid is not None:
+                watch = asyncio.create_task(self._watch_memory(self._first_pid))
+                stack.callback(watch.cancel)
             feed = _feed(process.stdin, b"" if self._stopped else GO + stdin)
             await asyncio.gather(feed, self._read(process.stdout, out), self._read(process.stderr, err))
             code = await process.wait()
@@ -233,7 +245,8 @@ class _Running:
         """Learn process 1 from bwrap, which reports it unless it fails."""
         if line := await status.readline():
             with contextlib.suppress(ProcessLookupError):
-                self._first = os.pidfd_open(json.loads(line)["child-pid"])
+                pid = json.loads(line)["child-pid"]
+                self._first, self._first_pid = os.pidfd_open(pid), pid
         if self._stopped:
             self.stop(self._stopped)
 
@@ -242,12 +255,60 @@ class _Running:
             os.close(self._first)
         self._first = None
 
+    async def _watch_memory(self, first: int) -> None:
+        bound, loop = self._limits.memory_mb << 20, asyncio.get_running_loop()
+        while not self._stopped:
+            if await loop.run_in_executor(_MEASURING, memory_of_tree, first, bound) > bound:
+                self.stop("memory_mb")
+            await asyncio.sleep(MEASURE_S)
+
     async def _read(self, stream: asyncio.StreamReader, into: bytearray) -> None:
         while chunk := await stream.read(1 << 16):  # to the end, without which asyncio does not end the process
             if len(into) <= self._limits.output_bytes + len(STARTED):
                 into += chunk
             else:
                 self.stop("output_bytes")
+
+
+def memory_of_tree(pid: int, enough: int) -> int:
+    """Bytes of memory of a process and its descendants, each shared page counted once.
+
+    Args:
+        enough: a sum below it may count shared pages several times, which is faster to read.
+    """
+    pids = _tree(pid)
+    sizes = {each: _pages(each) * os.sysconf("SC_PAGE_SIZE") for each in pids}
+    total = sum(sizes.values())
+    return total if total <= enough else sum(_proportional(each, sizes[each]) for each in pids)
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants, as far as they are still there."""
+    pids = [pid]
+    for parent in pids:
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{parent}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+    return pids
+
+
+def _pages(pid: int) -> int:
+    """Pages of a process that are in memory; 0 if it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0
+
+
+def _proportional(pid: int, size: int) -> int:
+    """Bytes of a process with its share of the pages that it has in common with others; `size` if that is secret."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except PermissionError:
+        return size
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 async def _feed(pipe: asyncio.StreamWriter, stdin: bytes) -> None:
@@ -275,6 +336,8 @@ def _prepared(
         bwrap = shutil.which("bwrap")
         if sys.platform != "linux" or bwrap is None:
             raise SandboxError(_refusal("bubblewrap (bwrap) is not installed"))
+        if not Path("/proc/thread-self/children").exists():
+            raise SandboxError(_refusal("/proc has no list of children (CONFIG_PROC_CHILDREN)"))
         text, rules = (
             _file(stack, name, content)
             for name, content in (("source", source.encode(errors="replace")), ("rules", _system_call_rules()))

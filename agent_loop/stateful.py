@@ -1,4 +1,4 @@
-"""Tools with a state: the public methods of an object that lives for one rollout.
+"""Tools of one rollout: those with a state are the public methods of an object that lives for it.
 
     class Board:
         def open(self, size: int): ...               optional; `size` is a column of the prompt's row
@@ -19,8 +19,8 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, cast
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import Any, Protocol, cast
 
 from agent_loop.functions import FunctionTool, call_function, check_columns, named_parameters
 from agent_loop.loop import Prompt, RolloutError, StateLostError
@@ -28,6 +28,28 @@ from agent_loop.tools import MalformedCall, Tool, ToolCall, ToolReply, ToolRunne
 from agent_loop.user_errors import describe_error
 
 HOOKS = ("open", "close")
+
+
+class ToolSource(Protocol):
+    """Tools that are opened for each rollout."""
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Descriptions of the tools."""
+        ...
+
+    @property
+    def repeatable(self) -> bool | None:
+        """Whether the same calls make the same state again; None if there is no state, so that none is repeated."""
+        ...
+
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Check that a row has the columns that a rollout needs; raises ValueError."""
+        ...
+
+    def opened(self, prompt: Prompt, *, timeout_s: float) -> AbstractAsyncContextManager[list[Tool]]:
+        """The tools of one rollout, closed at its end."""
+        ...
 
 
 class ToolClass:
@@ -177,16 +199,17 @@ class RolloutTools:
 
 @asynccontextmanager
 async def open_tools(
-    runner: ToolRunner, classes: Sequence[ToolClass], prompt: Prompt, *, timeout_s: float
+    runner: ToolRunner, sources: Sequence[ToolSource], prompt: Prompt, *, timeout_s: float
 ) -> AsyncGenerator[RolloutTools]:
-    """The tools of `runner`, and those of new objects of `classes`, for one rollout.
+    """The tools of `runner`, and those that `sources` open, for one rollout.
 
     Raises:
         RolloutError: see `ToolClass.opened`.
     """
     async with AsyncExitStack() as stack:
         tools: list[Tool] = []
-        for each in classes:
+        for each in sources:
             tools += await stack.enter_async_context(each.opened(prompt, timeout_s=timeout_s))
-        repeatable = {tool.name: each.repeatable for each in classes for tool in each.tools}
+        states = [(each.repeatable, each) for each in sources if each.repeatable is not None]
+        repeatable = {tool.name: again for again, each in states for tool in each.tools}
         yield RolloutTools(runner.with_tools(tools), repeatable=repeatable)

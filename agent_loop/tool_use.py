@@ -11,7 +11,7 @@ from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, samp
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.stateful import RolloutTools, ToolClass, open_tools
+from agent_loop.stateful import RolloutTools, ToolSource, open_tools
 from agent_loop.tools import MalformedCall, ToolCall, ToolReply, ToolRunner, parse_tool_calls, truncate
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
@@ -67,12 +67,12 @@ class ToolUseLoop:
         reward: Reward,
         limits: TurnLimits,
         sampling: SamplingConfig,
-        tool_classes: Sequence[ToolClass] = (),
+        tool_sources: Sequence[ToolSource] = (),
     ) -> None:
         self._engine = engine
         self._chat = chat
         self._tools = tools
-        self._tool_classes = tuple(tool_classes)
+        self._tool_sources = tuple(tool_sources)
         self._reward = reward
         self._limits = limits
         self._sampling = sampling
@@ -91,7 +91,7 @@ class ToolUseLoop:
         observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
         record = self._so_far(trajectory)
         timeout_s = self._limits.tool_timeout_s
-        async with open_tools(self._tools, self._tool_classes, prompt, timeout_s=timeout_s) as tools:
+        async with open_tools(self._tools, self._tool_sources, prompt, timeout_s=timeout_s) as tools:
             await self._rebuild(tools, trajectory, record)
             stop_reason = await self._turns(trajectory, decoder, record, tools, prompt=prompt)
             completion = Completion(

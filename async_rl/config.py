@@ -29,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
+from async_rl.endpoint.config import EndpointConfig
 from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate, SyncMode
@@ -380,6 +381,8 @@ class RunConfig:
     """Prompts, agent loop and reward."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Ray and its actors."""
+    endpoint: EndpointConfig = field(default_factory=EndpointConfig)
+    """HTTP endpoint of each rollout worker, for agent programs."""
 
     def __post_init__(self) -> None:
         if problems := list(_problems(self)):

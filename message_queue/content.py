@@ -167,9 +167,19 @@ class ContentWriter:
         for record in records:
             self._number += 1
             kind, fields, arrays = encode(record.what)
-            place = (self._file, start, sum(map(len, arrays)))
             row = IndexRow(
-                record.group, record.trajectory, record.handout, self._number, record.at, kind, fields, *place, b""
+                group=record.group,
+                trajectory=record.trajectory,
+                path=record.path,
+                handout=record.handout,
+                number=self._number,
+                at=record.at,
+                kind=kind,
+                fields=fields,
+                file=self._file,
+                start=start,
+                length=sum(map(len, arrays)),
+                checksum=b"",
             )
             rows.append(row._replace(checksum=row_checksum(row, arrays)))
             parts += [part for part in arrays if part]

@@ -6,7 +6,7 @@ The arrays of a segment of 3 tokens with rows 6..8 of 2 MoE layers and top-2 (ui
     int32[3]    float32[3]  int32[3]       uint8[3, 2, 2]      uint8[5]
     12 bytes    12 bytes    12 bytes       12 bytes            5 bytes
 
-All are little endian. Tokens that no policy sampled are int32[n]; a call and an end have no arrays.
+All are little endian. Tokens that no policy sampled are int32[n]; a call, a fork and an end have no arrays.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from message_queue.progress import CallStarted, RolloutStep, TrajectoryClosed
+from message_queue.progress import CallStarted, Forked, RolloutStep, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
-FORMAT = 2
+FORMAT = 3
 APPLICATION_ID = 0x41524C43  # "ARLC", which the header of the index holds
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
     group_id INTEGER NOT NULL,
     trajectory INTEGER NOT NULL,
+    path INTEGER NOT NULL,
     handout INTEGER NOT NULL,
     number INTEGER NOT NULL,
     at INTEGER NOT NULL,
@@ -50,14 +51,16 @@ class IndexRow(NamedTuple):
     """Id of the group."""
     trajectory: int
     """Number of the trajectory in its group."""
+    path: int
+    """Number of the path in the trajectory."""
     handout: int
     """Number of the hand-out of the group to the worker that wrote it."""
     number: int
     """Records that the writer wrote up to this one."""
     at: int
-    """Tokens that the trajectory held before."""
+    """Tokens that the path held before."""
     kind: str
-    """observation, segment, call or closed."""
+    """observation, segment, call, forked or closed."""
     fields: bytes
     """The small fields, msgpack."""
     file: int
@@ -109,6 +112,8 @@ def encode(what: RolloutStep) -> tuple[str, bytes, list[memoryview]]:
             return "segment", *_encode_segment(what)
         case CallStarted():
             return "call", msgspec.msgpack.encode(what), []
+        case Forked():
+            return "forked", msgspec.msgpack.encode(what), []
         case TrajectoryClosed():
             return "closed", msgspec.msgpack.encode(what), []
         case _:
@@ -128,6 +133,8 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
             return _decode_segment(msgspec.msgpack.decode(row.fields, type=_Segment), arrays)
         case "call":
             return msgspec.msgpack.decode(row.fields, type=CallStarted)
+        case "forked":
+            return msgspec.msgpack.decode(row.fields, type=Forked)
         case "closed":
             return msgspec.msgpack.decode(row.fields, type=TrajectoryClosed)
         case _:
@@ -136,7 +143,7 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
 
 def row_checksum(row: IndexRow, arrays: Sequence[memoryview]) -> bytes:
     """Checksum of a record; `file`, `start` and `checksum` of the row do not matter."""
-    return checksum(f"{tuple(row[:5])}{row.kind}".encode(), row.fields, *arrays)
+    return checksum(f"{tuple(row[:6])}{row.kind}".encode(), row.fields, *arrays)
 
 
 def index_run(index: sqlite3.Connection, path: Path) -> str | None:

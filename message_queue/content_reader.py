@@ -8,13 +8,25 @@ still wrote when worker b had started:
     hand-out 1, worker a   at 0 (20 tokens)               at 20 (5)               at 25, closed
     hand-out 2, worker b                      at 20 (7)               at 27 (4)
     read                   at 0               at 20                   at 27
+
+Records of a path replace those of the same path only. A fork whose shared tokens are replaced is gone with its records
+and its own forks, and its number may be used again: a record that starts a path replaces all earlier ones of its
+number. A record at 0 of path 0 starts the rollout over and replaces all paths. The end of a trajectory names its forks
+and their lengths, and what an earlier hand-out wrote beyond them is gone too:
+
+    hand-out 1, path 0     at 0 (20)                        at 20 (5)
+                path 1     forked at 20         at 20 (5)
+                path 2     forked at 25
+    hand-out 2, path 0                                      at 20 (7)
+    read        path 0     at 0 (20)                        at 20 (7)
+                path 1     forked at 20         at 20 (5)
 """
 
 from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -24,11 +36,12 @@ import numpy as np
 from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalBroken, JournalMismatch, disk_error, disk_errors
-from message_queue.progress import CallStarted, RolloutRecord, TrajectoryClosed
+from message_queue.progress import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.sqlite_file import connect
-from message_queue.tokens import RoutingSpec, TokenOutput
+from message_queue.tokens import ContractError, RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
+_ALL = -1  # a position before every record
 _Numbered = tuple[int, RolloutRecord]  # number among the records of its writer, record
 
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the second for names that are no text
@@ -45,7 +58,8 @@ def read_groups(
 ) -> tuple[dict[int, PromptGroup], list[str]]:
     """Read groups from the files of all writers. A living writer is not disturbed.
 
-    A record that is damaged, and the later ones of the same writer and trajectory, are left out with a note.
+    A record that is damaged, and the later ones of the same writer and trajectory, are left out with a note, on
+    whichever path they are.
 
     Args:
         groups: by id.
@@ -155,8 +169,8 @@ def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[s
         except (OSError, ValueError) as error:
             damaged.add(values[1])
             notes.append(
-                f"group {group}: trajectory {values[1]} is damaged after {values[4]} tokens in {file} ({error}); its "
-                "later records there are left out"
+                f"group {group}: trajectory {values[1]} is damaged after {values[5]} tokens of path {values[2]} in "
+                f"{file} ({error}); its later records there are left out"
             )
 
 
@@ -173,31 +187,78 @@ def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
     if row_checksum(row, [arrays]) != row.checksum:
         raise ValueError("wrong checksum")
     return RolloutRecord(
-        group=row.group, trajectory=row.trajectory, handout=row.handout, at=row.at, what=decode(row, arrays)
+        group=row.group,
+        trajectory=row.trajectory,
+        path=row.path,
+        handout=row.handout,
+        at=row.at,
+        what=decode(row, arrays),
     )
 
 
 def _rebuild(trajectory: Trajectory, records: list[_Numbered]) -> int:
     """Append the numbered records; how many do not follow the ones before."""
+    current, gone = _current([record for _, record in sorted(records, key=_order)])
+    left = 0
+    for record in current:
+        if isinstance(record.what, Forked) and record.what.parent in gone:
+            gone.add(record.path)
+        if record.path not in gone and not _append(trajectory, record):
+            left += 1
+    return left
+
+
+def _current(records: Sequence[RolloutRecord]) -> tuple[list[RolloutRecord], set[int]]:
+    """Of ordered records those that no later one replaces; and forks whose shared tokens are replaced."""
     current: list[RolloutRecord] = []
-    replaced_from: float = float("inf")
-    for _, record in sorted(records, key=_order, reverse=True):
-        if _end(record) <= replaced_from:
-            current.append(record)
-        replaced_from = min(replaced_from, record.at)
-    for left, record in zip(range(len(current), 0, -1), reversed(current), strict=True):
-        if record.at != len(trajectory) or trajectory.closed:
-            return left
-        match record.what:
-            case TokenOutput():
-                trajectory.extend(record.what)
-            case CallStarted():
-                trajectory.unsure_call = record.what.call
-            case TrajectoryClosed() as end:
-                trajectory.close(stop_reason=end.stop_reason, reward=end.reward, info=dict(end.info))
-            case _:
-                trajectory.observe(record.what)
-    return 0
+    gone: set[int] = set()
+    replaced_from: dict[int, float] = {}  # path -> position
+    others: float = float("inf")  # of paths that are not in `replaced_from`
+    for record in reversed(records):
+        path, what = record.path, record.what
+        limit = replaced_from.get(path, others)
+        if isinstance(what, TrajectoryClosed):
+            if current:
+                continue  # a later hand-out did not know this end
+            replaced_from, others = {0: limit, **what.forks}, _ALL
+        if _end(record) <= limit:
+            if isinstance(what, Forked) and replaced_from.get(what.parent, others) < record.at:
+                gone.add(path)
+            else:
+                current.append(record)
+        replaced_from[path] = _ALL if isinstance(what, Forked) else min(limit, record.at)
+        if path == 0 and record.at == 0:
+            break
+    return current[::-1], gone
+
+
+def _append(trajectory: Trajectory, record: RolloutRecord) -> bool:
+    """Append a record; False and no change if it does not follow the ones before."""
+    paths = {path.path: path for path in trajectory.paths}
+    what = record.what
+    if trajectory.closed or (isinstance(what, Forked) == (record.path in paths)):
+        return False
+    if isinstance(what, Forked):
+        try:
+            paths[what.parent].fork_as(record.path, turns=what.turns, tokens=record.at)
+        except (KeyError, ContractError):
+            return False
+        return True
+    path = paths[record.path]
+    if record.at != len(path):
+        return False
+    match what:
+        case TokenOutput():
+            path.extend(what)
+        case CallStarted():
+            path.unsure_call = what.call
+        case TrajectoryClosed():
+            if {path.path: len(path) for path in trajectory.paths[1:]} != what.forks:
+                return False
+            trajectory.close(stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info))
+        case _:
+            path.observe(what)
+    return True
 
 
 def _order(one: _Numbered) -> tuple[int, int]:
@@ -206,13 +267,15 @@ def _order(one: _Numbered) -> tuple[int, int]:
 
 
 def _end(record: RolloutRecord) -> int:
-    """Least position of a later record that leaves this one in place.
+    """Least position of a later record of the path that leaves this one in place.
 
     A call or an end appends no token; a later record at its position replaces it too.
     """
     match record.what:
         case TokenOutput() | np.ndarray():
             return record.at + len(record.what)
+        case Forked():
+            return record.at
         case _:
             return record.at + 1
 

@@ -31,9 +31,12 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     """A finished trajectory without its content."""
 
     length: int
-    """T: prompt, tool replies and sampled tokens."""
+    """Prompt, tool replies and sampled tokens of all paths, each shared token once; T of a trajectory without forks.
+
+    The rows of the trajectory cover at most `length - 1` positions.
+    """
     sequences: tuple[SequenceHead, ...]
-    """Inputs of the trainer's forward: one sequence, or several with `resume_routing=split`."""
+    """Inputs of the trainer's forward: one sequence for each path, or several with `resume_routing=split`."""
     num_segments: int
     """Uninterrupted decodes."""
     num_aborts: int
@@ -128,20 +131,17 @@ def merged_spans(spans: Iterable[Span]) -> tuple[Span, ...]:
 def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> TrajectoryHead:
     if trajectory.reward is None or trajectory.stop_reason is None:
         raise ValueError(f"trajectory {number} of group {group} has no reward and stop reason; close it first")
-    segments = trajectory.segments
-    missing = 0
-    if trajectory.routing is not None:
-        missing = len(trajectory) - 1 - trajectory.num_rows + trajectory.num_unavailable_rows
+    segments, paths = trajectory.segments, trajectory.paths
     return TrajectoryHead(
-        length=len(trajectory),
+        length=sum(len(path) - path.shared_tokens for path in paths),
         sequences=tuple(
             SequenceHead(length, merged_spans((segment.weights.version, len(segment)) for _, segment in placed))
             for length, placed, _ in trajectory.sequence_parts()
         ),
         num_segments=len(segments),
-        num_aborts=sum(_num_aborts(turn) for turn in trajectory.turns),
+        num_aborts=sum(_num_aborts(turn) for path in paths for turn in path.turns[path.shared_turns :]),
         row_bytes=sum(s.routed_experts.experts.nbytes for s in segments if s.routed_experts is not None),
-        missing_rows=missing,
+        missing_rows=sum(path.num_missing_rows for path in paths),
         reward=trajectory.reward,
         stop_reason=trajectory.stop_reason,
         info=trajectory.info,

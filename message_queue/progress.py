@@ -18,8 +18,18 @@ class CallStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """The path started with the first turns of another one; see `Trajectory.fork`. It is the first record of a path."""
+
+    parent: int
+    """Number of the other path."""
+    turns: int
+    """Number of shared turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryClosed:
-    """The trajectory ended with its reward."""
+    """The trajectory ended with its reward, and all its paths with it."""
 
     stop_reason: StopReason
     """Stop reason of its last segment; ERROR for a rollout that failed."""
@@ -27,14 +37,16 @@ class TrajectoryClosed:
     """Reward of the whole trajectory."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that the agent loop or the task noted."""
+    forks: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Number of each fork -> its tokens, shared ones included."""
 
 
-RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | TrajectoryClosed
+RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | Forked | TrajectoryClosed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RolloutRecord:
-    """`what` was appended to a trajectory."""
+    """`what` was appended to a path of a trajectory."""
 
     group: int
     """Id of the group."""
@@ -43,6 +55,9 @@ class RolloutRecord:
     handout: int
     """Number of the hand-out of the group to a worker; a later one is greater, also after a restart of the run."""
     at: int
-    """Tokens that the trajectory held before."""
+    """Tokens that the path held before; those that it shares if this is its start."""
     what: RolloutStep
-    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, or the end."""
+    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, the start of a fork, or the
+    end."""
+    path: int = 0
+    """Number of the path; 0 is the root."""

@@ -36,7 +36,7 @@ class SampledRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
-    """The first t tokens of a trajectory over one set of rows; n tokens are in the loss. Nothing is padded.
+    """The first t tokens of a path of a trajectory over one set of rows; n tokens are in the loss. Nothing is padded.
 
     A prompt of 3 tokens, 2 tokens sampled by version 4, a tool reply of 1 token, and 1 token sampled by version 5:
 
@@ -59,6 +59,10 @@ class TrainingSequence:
     support: SamplingSupport | None = None
     """t positions, the tokens that the sampler kept; the whole vocabulary outside the loss. None if no token in the
     loss was cut."""
+    path: int = 0
+    """Number of its path in the trajectory."""
+    shared: tuple[SampledRun, ...] = ()
+    """Sampled tokens in the turns that its path shares with another, by position; they are in the loss of the other."""
     recomputed: bool = False
     """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
 
@@ -95,7 +99,12 @@ def content_of(group: PromptGroup) -> GroupContent:
 
 
 def training_sequence(
-    segments: Sequence[tuple[int, TokenOutput]], *, token_ids: Int32Array, rows: TrajectoryRows | None
+    segments: Sequence[tuple[int, TokenOutput]],
+    *,
+    token_ids: Int32Array,
+    rows: TrajectoryRows | None,
+    path: int = 0,
+    shared: Sequence[tuple[int, TokenOutput]] = (),
 ) -> TrainingSequence:
     """The sequence that has the tokens of `segments` in its loss.
 
@@ -103,18 +112,27 @@ def training_sequence(
         segments: (position of its first token, segment with tokens), in order.
         token_ids: int32 [t], tokens of the sequence.
         rows: rows over which the segments were decoded; None without routing.
+        path: number of its path in the trajectory.
+        shared: as `segments`, those of the turns that the path shares with another.
     """
     experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
     return TrainingSequence(
         token_ids=token_ids,
-        runs=tuple(
-            SampledRun(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
-            for at, segment in segments
-        ),
+        runs=_runs(segments),
         logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
         rows=experts,
         row_runs=row_runs,
         support=_support(segments, length=len(token_ids)),
+        path=path,
+        shared=_runs(shared),
+    )
+
+
+def _runs(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
+    """Runs of placed segments with tokens."""
+    return tuple(
+        SampledRun(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
+        for at, segment in segments
     )
 
 

@@ -14,11 +14,25 @@ That is `append`. Rows of a segment for positions already covered are, by `resum
     split    left out if equal; if they differ, the segment starts a training sequence of its own, over its own rows
 
 A segment without tokens brings no rows in `replace` and `split`: nothing was sampled over them.
+
+Paths: `fork` starts another path that shares the first turns, for an agent program that rewrites its history. The
+trajectory that the agent loop was given is the root, path 0, and owns all paths. Version 4 samples two turns of the
+root; the program then replaces everything after the first by a summary (positions 5 and 6), and version 5 continues:
+
+    position             0    1    2    3    4    5    6    7    8    9
+    root                                4    4         4    4               T = 8, runs (3, 2, 4), (6, 2, 4)
+    root.fork(turns=1)                  |    |              5    5    5     T = 10, runs (7, 3, 5)
+
+The fork shares positions 0 to 4. Tokens 3 and 4 are in the loss of the root's sequence only: each sampled token is in
+the loss of the path that sampled it. Rows 0..3 of the fork are those that the shared segments gave. Its first own
+segment gives row 4, which the root's second turn gave too, and rows 5..8. Its rows therefore do not depend on the
+growth of the root. The tree has 8 + 5 tokens, of which 7 are sampled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -63,7 +77,17 @@ class SequenceBranch(NamedTuple):
 
 
 class Trajectory:
-    """Ordered turns of one rollout, reward and stop reason.
+    """Ordered turns of one rollout, reward and stop reason; with `fork`, one path of several.
+
+    `turns`, `token_ids`, the length and the rows are of this path, its shared turns included. `segments`, `num_sampled`
+    and the training sequences are of all paths if this is the root, and those of a fork are its own: shared ones are
+    counted by the path that sampled them.
+
+    Attributes:
+        path: number of the path; 0 is the root.
+        parent: number of the path that was forked; None for the root.
+        shared_turns: number of turns shared with the parent; 0 for the root.
+        shared_tokens: number of tokens in them.
 
     Args:
         routing: meaning of a row; None for a model without experts or a run that does not capture routing.
@@ -85,6 +109,10 @@ class Trajectory:
         self.stop_reason: StopReason | None = None
         self.info: dict[str, float] = {}
         self.unsure_call: str | None = None  # started before a restart; it may have happened or not
+        self.path = self.shared_turns = self.shared_tokens = 0
+        self.parent: int | None = None
+        self._root: Trajectory | None = None  # None for the root itself
+        self._forks: list[Trajectory] = []  # of the root, in order of creation
         self._length = self._num_segments = 0
         self._branches = [SequenceBranch(0, None if routing is None else TrajectoryRows(routing))]
 
@@ -103,17 +131,34 @@ class Trajectory:
         return 0 if self._rows is None else self._rows.num_unavailable
 
     @property
+    def num_missing_rows(self) -> int:
+        """Forwarded positions of this path without a row; of a fork, from its last shared token on."""
+        if self._rows is None:
+            return 0
+        start = max(0, self.shared_tokens - 1)
+        available = self.num_rows - self.num_unavailable_rows
+        before = self._rows.first(start)
+        return max(0, len(self) - 1 - start - (available - len(before) + before.num_unavailable))
+
+    @property
     def closed(self) -> bool:
-        return self.stop_reason is not None
+        return (self._root or self).stop_reason is not None
+
+    @property
+    def paths(self) -> tuple[Trajectory, ...]:
+        """The root and its forks of all depths in order of creation."""
+        root = self._root or self
+        return root, *root._forks
 
     @property
     def segments(self) -> list[TokenOutput]:
-        """All segments in order."""
-        return [s for turn in self.turns for s in turn.segments]
+        """All segments in order, path after path."""
+        return [segment for path in self._counted for _, segment in path._own_segments()]
 
     @property
     def num_sampled(self) -> int:
-        return sum(turn.num_sampled for turn in self.turns)
+        """Sampled tokens, shared ones once."""
+        return sum(map(len, self.segments))
 
     def observe(self, token_ids: Int32Array) -> None:
         """Append tokens that no policy sampled (prompt, tool reply) and open a turn.
@@ -136,15 +181,13 @@ class Trajectory:
             ContractError: no turn is open, rows are missing, overlap the future, or leave a gap. Nothing is changed.
         """
         self._require_open()
-        if not self.turns:
-            raise ContractError("a segment came before the prompt; call observe first")
-        rows = self._checked_rows(segment)
-        if rows is not None and self._rows is not None:
-            existing = self._rows_before(rows, self._rows)
-            existing.add(rows, version=segment.weights.version)
+        if len(self.turns) == self.shared_turns:
+            shared = (
+                f"path {self.path} has only shared turns" if self.shared_turns else "a segment came before the prompt"
+            )
+            raise ContractError(f"{shared}; call observe first")
+        self._merge(segment, self._checked_rows(segment))
         self.turns[-1].segments.append(segment)
-        self._length += len(segment)
-        self._num_segments += 1
 
     def check(self, segment: TokenOutput) -> None:
         """Refuse a segment that `extend` would refuse; nothing is changed.
@@ -155,11 +198,73 @@ class Trajectory:
         self._require_open()
         self._checked_rows(segment)
 
+    def fork(self, *, turns: int) -> Trajectory:
+        """A new path of the same rollout that shares the first turns as they are now; both paths may grow afterwards.
+
+        Arrays are shared, not copied. A segment that this path appends to a shared turn later is not in the fork.
+
+        Args:
+            turns: number of shared turns; 0 for a path with a prompt of its own.
+
+        Raises:
+            ContractError: closed trajectory, the root has no prompt yet, or not as many turns.
+        """
+        if not 0 <= turns <= len(self.turns):
+            raise ContractError(
+                f"fork.turns is {turns}; path {self.path} has {len(self.turns)} turns; choose 0 to {len(self.turns)}"
+            )
+        tokens = sum(len(turn.observation) + turn.num_sampled for turn in self.turns[:turns])
+        return self.fork_as(1 + max(path.path for path in self.paths), turns=turns, tokens=tokens)
+
+    def fork_as(self, number: int, *, turns: int, tokens: int) -> Trajectory:
+        """As `fork`, for a path that was stored: segments of the last shared turn after `tokens` are left out.
+
+        Args:
+            number: of the new path.
+            turns: number of shared turns.
+            tokens: number of tokens in them.
+
+        Raises:
+            ContractError: as of `fork`, or the shared turns do not end at `tokens`.
+        """
+        self._require_open()
+        root = self._root or self
+        if not root.turns:
+            raise ContractError("a fork came before the prompt of its trajectory; call observe first")
+        made = copy(self)  # of the same class and, if it is recorded, with the same recorder
+        Trajectory.__init__(made, routing=self.routing, resume_routing=self.resume_routing)
+        made._root, made.path, made.parent = root, number, self.path
+        for number_of_turn, turn in enumerate(self.turns[:turns], start=1):
+            made.turns.append(Turn(turn.observation))
+            made._length += len(turn.observation)
+            for segment in turn.segments:
+                if number_of_turn == turns and made._length + len(segment) > tokens:
+                    break
+                made._merge(segment, made._merged_rows(segment))
+                made.turns[-1].segments.append(segment)
+        if (len(made.turns), len(made)) != (turns, tokens):
+            raise ContractError(
+                f"path {number} shares {turns} turns of {tokens} tokens with path {self.path}, whose first "
+                f"{len(made.turns)} have {len(made)}; fork at the end of a turn"
+            )
+        made.shared_turns, made.shared_tokens = turns, tokens
+        made._branches = [SequenceBranch(made._num_segments, made._rows)]
+        root._forks.append(made)
+        return made
+
     async def start_call(self, call: str) -> None:
         """Announce an outside call that must happen once; the recorder of the trajectory notes it."""
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
-        """End the trajectory with its reward."""
+        """End the trajectory with its reward: all its paths.
+
+        Raises:
+            ContractError: closed before, a reward that is not finite, or a fork: only the root is closed.
+        """
+        if self._root is not None:
+            raise ContractError(
+                f"close of path {self.path}, which is a fork; close path 0, which the agent loop was given"
+            )
         self._require_open()
         if not np.isfinite(reward):
             raise ContractError(f"reward is {reward}; rewards are finite")
@@ -178,24 +283,26 @@ class Trajectory:
         return None if self._rows is None else self._rows.leading()
 
     def sequences(self) -> list[TrainingSequence]:
-        """Inputs of the trainer's forward: one sequence, or several with `split`.
+        """Inputs of the trainer's forward: one sequence for each path, or several with `split`.
 
-        Every sampled token is in the loss of exactly one.
+        Every sampled token is in the loss of exactly one. A path without a sampled token of its own has none; if no
+        path has any, the root has one.
         """
-        token_ids = self.token_ids()
-        return [
-            training_sequence(segments, token_ids=token_ids[:length], rows=rows)
-            for length, segments, rows in self.sequence_parts()
-        ]
+        made: list[TrainingSequence] = []
+        for path in self._counted:
+            if parts := list(path._parts()):
+                ids = path.token_ids()
+                shared = [(at, s) for at, s in path._placed()[: path._branches[0].first_segment] if len(s)]
+                made += [
+                    training_sequence(segments, token_ids=ids[:length], rows=rows, path=path.path, shared=shared)
+                    for length, segments, rows in parts
+                ]
+        return made
 
     def sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], TrajectoryRows | None]]:
         """(tokens, placed segments with tokens, rows) of each of `sequences`."""
-        placed = self._placed()
-        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
-        for branch, end in zip(self._branches, ends, strict=True):
-            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
-            length = len(self) if branch is self._branches[-1] else own[-1][0] + len(own[-1][1])
-            yield length, own, branch.rows
+        for path in self._counted:
+            yield from path._parts()
 
     # ---- inside
 
@@ -204,9 +311,32 @@ class Trajectory:
         """Rows of the training sequence that is still growing; None without routing."""
         return self._branches[-1].rows
 
+    @property
+    def _counted(self) -> tuple[Trajectory, ...]:
+        """Paths that count here: all of them at the root."""
+        return self.paths if self._root is None else (self,)
+
     def _require_open(self) -> None:
         if self.closed:
-            raise ContractError(f"the trajectory is closed ({self.stop_reason}); nothing can be appended")
+            raise ContractError(
+                f"the trajectory is closed ({(self._root or self).stop_reason}); nothing can be appended"
+            )
+
+    def _parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], TrajectoryRows | None]]:
+        """`sequence_parts` of this path."""
+        placed = self._placed()
+        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
+        for branch, end in zip(self._branches, ends, strict=True):
+            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+            last = branch is self._branches[-1]
+            if own:
+                yield len(self) if last else own[-1][0] + len(own[-1][1]), own, branch.rows
+            elif last and self._root is None and not self.num_sampled:
+                yield len(self), own, branch.rows
+
+    def _own_segments(self) -> list[tuple[int, TokenOutput]]:
+        """Placed segments without the shared ones."""
+        return self._placed()[self._branches[0].first_segment :]
 
     def _placed(self) -> list[tuple[int, TokenOutput]]:
         """(absolute position of its first token, segment) in order."""
@@ -218,6 +348,13 @@ class Trajectory:
                 placed.append((at, segment))
                 at += len(segment)
         return placed
+
+    def _merge(self, segment: TokenOutput, rows: RoutedExperts | None) -> None:
+        """Count a segment and take its rows."""
+        if rows is not None and self._rows is not None:
+            self._rows_before(rows, self._rows).add(rows, version=segment.weights.version)
+        self._length += len(segment)
+        self._num_segments += 1
 
     def _rows_before(self, rows: RoutedExperts, existing: TrajectoryRows) -> TrajectoryRows:
         """The held rows that stay; the merge adds the part of `rows` after them."""
@@ -254,7 +391,11 @@ class Trajectory:
             )
         given.check(self.routing)
         self._check_extent(segment, given)
-        return given if len(segment) or self.resume_routing in ("append", "force") else None
+        return self._merged_rows(segment)
+
+    def _merged_rows(self, segment: TokenOutput) -> RoutedExperts | None:
+        """Rows of a checked segment that take part in the merge."""
+        return segment.routed_experts if len(segment) or self.resume_routing in ("append", "force") else None
 
     def _check_extent(self, segment: TokenOutput, given: RoutedExperts) -> None:
         """Refuse rows that start late, or that do not end with the last token that was forwarded."""

@@ -17,11 +17,14 @@ from transformers import AutoTokenizer
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt
+from agent_loop.program import ProgramLoop
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.config import RunConfig
+from async_rl.endpoint.host import Sessions
+from async_rl.endpoint.turns import turn_reader
 from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
@@ -56,15 +59,30 @@ def build_worker(
     task, engine = build_task(config.task, seed=config.seed), schedule_replay.engine(ReplicaRouter(pool))
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
 
+    info = read_model_info(checkpoint)
+    sessions = None if task.program is None else Sessions(config.endpoint)
+
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
-        return schedule_replay.loop(
-            task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=rollout.limits, gate=gate)
-        )
+        limits = rollout.limits
+        if task.program is None or sessions is None:
+            loop = task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=limits, gate=gate)
+        else:
+            loop = ProgramLoop(
+                program=task.program,
+                gateway=sessions,
+                engine=engine,
+                chat=task.chat(tokenizer),
+                read=turn_reader(tokenizer, family=info.family),
+                reward=task.reward,
+                limits=limits,
+                sampling=sampling,
+            )
+        return schedule_replay.loop(loop)
 
     loop = build_loop(rollout.sampling)
     same_sampling = config.validation_sampling == rollout.sampling
     validation_loop = loop if same_sampling else build_loop(config.validation_sampling)
-    routing = read_model_info(checkpoint).routing if config.captures_routing else None
+    routing = info.routing if config.captures_routing else None
 
     def rollouter(log: RolloutLog | None) -> Rollouter:
         return Rollouter(
@@ -93,6 +111,7 @@ def build_worker(
         gate=gate,
         pool=pool,
         replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
+        sessions=sessions,
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker

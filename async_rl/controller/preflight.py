@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from agent_loop.engine import Engine, EngineError
 from agent_loop.loop import Prompt
+from agent_loop.program import external
 from agent_loop.tools import PauseGate
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
@@ -88,6 +89,8 @@ def check_run(config: RunConfig) -> CheckedRun:
     if config.schedule is not None:
         schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
     problems.found += tracker_problems(config.tracking)
+    if task is not None:
+        problems.found += _endpoint_problems(task, config)
     if isinstance(url := config.sync.directory, str) and (problem := driver_problem(url)):
         problems.found.append(f"sync.directory is {url}, {problem}")
     resume = problems.attempt(lambda: Resume(config), of="resume")
@@ -209,6 +212,22 @@ def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -
         task.measure_prompts(tokenizer, config.rollout.limits)  # from now on
     except ValueError as error:
         yield f"{error}"
+
+
+def _endpoint_problems(task: Task, config: RunConfig) -> Iterator[str]:
+    """Why agents cannot reach the endpoints of the rollout workers."""
+    if task.program is None:
+        return
+    if task.program is external and (config.endpoint.run_key is None or not config.endpoint.port):
+        yield (
+            f"endpoint.run_key is {config.endpoint.run_key!r} and endpoint.port is {config.endpoint.port}, and the "
+            "agents of the task are outside of the run (agent=external); set both, and give them to the agents"
+        )
+    if config.endpoint.port and config.rollout.workers > 1:
+        yield (
+            f"endpoint.port is {config.endpoint.port} with rollout.workers={config.rollout.workers}, which cannot "
+            "share it; set rollout.workers=1, or endpoint.port=0"
+        )
 
 
 def _missing(task: Task, config: RunConfig) -> str:

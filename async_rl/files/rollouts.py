@@ -1,8 +1,8 @@
 """Rollouts on disk, in `rollouts/` of the run directory.
 
-step-NNNNNN.parquet   one file per batch and one row per trajectory; `async_rl.trainer.recording` documents the columns.
-                      A file appears complete or not at all. The batch of a step that is trained again after a restart
-                      replaces its file.
+step-NNNNNN.parquet   one file per batch and one row per path of a trajectory; `async_rl.trainer.recording` documents
+                      the columns. A file appears complete or not at all. The batch of a step that is trained again
+                      after a restart replaces its file.
 failed-NNNNNN.jsonl   rollouts that failed when NNNNNN train steps were done, one line each: the fields of FailedRollout
 """
 
@@ -68,11 +68,11 @@ class FailedRollout:
     error: str
     """Kind and text of the error, with the user's file and line."""
     tokens: int
-    """Tokens up to the error, including prompt and tool replies."""
+    """Tokens of the root path up to the error, including prompt and tool replies."""
     prompt: str
     """Text of the prompt with control tokens; empty if the rollout failed before it was rendered."""
     turns: Sequence[dict[str, Any]]
-    """For each turn its `text`, `tool_calls` and `reply`, as in the parquet files."""
+    """For each turn of the root path its `text`, `tool_calls` and `reply`, as in the parquet files."""
 
 
 class FailedRollouts:

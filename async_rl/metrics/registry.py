@@ -111,6 +111,8 @@ METRICS: dict[str, Metric] = {
     "info/tool_errors": Metric("mean", "calls", "tool calls that failed per trajectory"),
     "info/truncated_replies": Metric("mean", "replies", "tool replies cut by limits.max_tool_reply_chars"),
     "info/aborts": Metric("mean", "aborts", "resumed decodes per trajectory"),
+    "info/paths": Metric("mean", "paths", "conversations that the calls of an agent program made, per trajectory"),
+    "info/retries": Metric("mean", "calls", "retries of an agent program that got the recorded answer, per trajectory"),
     "info/refused_answers": Metric("mean", "answers", "refused engine answers per trajectory, each requested again"),
     "loss": Metric("mean", "nat", "policy loss, aggregated over tokens by loss.aggregation"),
     "grad_norm": Metric("mean", "", "global norm before clipping"),

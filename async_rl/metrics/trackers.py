@@ -288,6 +288,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases."""
 
     def __init__(self, run: TrackedRun, *, project: str) -> None:
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # which advertises itself on the console of the run
         import wandb
 
         self._table = wandb.Table

@@ -21,7 +21,7 @@ class ValidationRollout:
     reward: float
     """Reward; 0 if the rollout failed."""
     tokens: int
-    """Number of tokens, including prompt and tool replies."""
+    """Number of tokens of the root path, including prompt and tool replies."""
     cut_off: bool
     """Whether the last turn hit a token limit."""
     error: str | None
@@ -29,7 +29,7 @@ class ValidationRollout:
     prompt: str
     """Text of the prompt, as the chat template renders it; empty if the rollout failed before it was rendered."""
     response: str
-    """Text of all that follows the prompt: turns and tool replies, with control tokens."""
+    """Text of all that follows the prompt in the root path: turns and tool replies, with control tokens."""
     min_version: int
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int

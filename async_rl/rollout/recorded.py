@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from async_rl.inference.notifier import Notifier
 from message_queue.content import ContentWriter
-from message_queue.progress import CallStarted, RolloutRecord, RolloutStep, TrajectoryClosed
+from message_queue.progress import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 
@@ -73,11 +73,11 @@ class StoredRolloutLog(RolloutLog):
 
 
 class RecordedTrajectory(Trajectory):
-    """A trajectory that reports everything appended to it.
+    """A trajectory that reports everything appended to it and to its forks.
 
     Args:
-        existing: initial content; this object takes it over.
-        record: called with the number of tokens before each appended step, and the step.
+        existing: initial content, which may have forks; this object takes it over.
+        record: called with the number of tokens before each appended step, the step, and the number of the path.
         flush: returns once all recorded steps are stored.
         count: called with the number of tokens of each segment.
     """
@@ -86,7 +86,7 @@ class RecordedTrajectory(Trajectory):
         self,
         existing: Trajectory,
         *,
-        record: Callable[[int, RolloutStep], None],
+        record: Callable[[int, RolloutStep, int], None],
         flush: Callable[[], Awaitable[None]] | None = None,
         count: Callable[[int], None] = lambda _tokens: None,
     ) -> None:
@@ -94,10 +94,13 @@ class RecordedTrajectory(Trajectory):
         self._record = record
         self._flush = flush
         self._count = count
+        self._forks = [RecordedTrajectory(f, record=record, flush=flush, count=count) for f in existing._forks]
+        for fork in self._forks:
+            fork._root = self
 
     async def start_call(self, call: str) -> None:
         """See Trajectory. The call is stored when this returns."""
-        self._record(len(self), CallStarted(call))
+        self._record(len(self), CallStarted(call), self.path)
         if self._flush is not None:
             await self._flush()
 
@@ -105,16 +108,24 @@ class RecordedTrajectory(Trajectory):
         """See Trajectory."""
         at = len(self)
         super().observe(token_ids)
-        self._record(at, token_ids)
+        self._record(at, token_ids, self.path)
 
     def extend(self, segment: TokenOutput) -> None:
         """See Trajectory."""
         at = len(self)
         super().extend(segment)
         self._count(len(segment))
-        self._record(at, segment)
+        self._record(at, segment, self.path)
+
+    def fork(self, *, turns: int) -> Trajectory:
+        """See Trajectory."""
+        made = super().fork(turns=turns)
+        self._record(len(made), Forked(parent=self.path, turns=turns), made.path)
+        return made
 
     def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
         """See Trajectory."""
         super().close(stop_reason=stop_reason, reward=reward, info=info)
-        self._record(len(self), TrajectoryClosed(stop_reason=stop_reason, reward=float(reward), info=self.info))
+        forks = {fork.path: len(fork) for fork in self._forks}
+        end = TrajectoryClosed(stop_reason=stop_reason, reward=float(reward), info=self.info, forks=forks)
+        self._record(len(self), end, self.path)

@@ -225,8 +225,10 @@ class Rollouter:
 
         handout = self._rolls[group].handout
 
-        def record(at: int, what: RolloutStep) -> None:
-            self._log.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what))
+        def record(at: int, what: RolloutStep, path: int) -> None:
+            self._log.append(
+                RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what, path=path)
+            )
 
         return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 
@@ -349,7 +351,7 @@ def failure_text(error: BaseException) -> str:
 
 
 def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tuple[str, list[dict[str, object]]]:
-    """Prompt and turns of a trajectory, as in the files of `async_rl.files.rollouts`.
+    """Prompt and turns of a trajectory's root path, as in the files of `async_rl.files.rollouts`.
 
     A prompt, 5 sampled tokens, a reply of 2 and nothing more: the prompt, and one turn with text and reply.
     """

@@ -21,11 +21,13 @@ import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.environment import EnvironmentClass, EnvironmentLoop
 from agent_loop.functions import FunctionReward, FunctionTool, weighted
-from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
-from agent_loop.reward import RewardFunction
+from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.program import Program
+from agent_loop.reward import Reward, RewardFunction
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.stateful import ToolClass
+from agent_loop.stateful import ToolClass, ToolSource
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, Tool, ToolRunner, describe_tool
 from agent_loop.user_errors import describe_error
@@ -50,11 +52,15 @@ class Task:
 
     Args:
         prompts: rows to train on; see `async_rl.rollout.data.Source`.
-        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.functions`.
+        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.functions`. None if the
+            agent gives each reward.
+        environment: in place of rewards and tools, a class that answers each turn; see `agent_loop.environment`.
         validation: rows that are never trained on, as a source of their own, as a share of `prompts`, or as several
             sets, name -> source.
-        tools: functions, classes whose methods are the tools (`agent_loop.stateful`), or objects with the interface
-            of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
+        tools: functions, classes whose methods are the tools (`agent_loop.stateful`), servers (`agent_loop.McpServer`),
+            or objects with the interface of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
+        agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.program`. `external` takes
+            programs outside of the run.
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
         shuffle: whether rows that are not generated are shuffled in each epoch.
@@ -70,6 +76,10 @@ class Task:
     """Seed of the run."""
     notes: Sequence[str] = ()
     """Texts for the user about the rows that are left out; complete after the first prompt."""
+    program: Program | None = None
+    """Agent program that makes the rollouts; None for the loop of `build_loop`."""
+    reward: Reward | None = None
+    """Reward of a rollout; None if the agent program gives it."""
     _num_tokens: Callable[[Prompt], int] | None = None
     _max_tokens = 0
 
@@ -77,9 +87,11 @@ class Task:
         self,
         *,
         prompts: Source,
-        rewards: RewardFunction | Sequence[RewardFunction] | Mapping[str, Any],
+        rewards: RewardFunction | Sequence[RewardFunction] | Mapping[str, Any] | None = None,
+        environment: Callable[[], Any] | None = None,
         validation: Source | Mapping[str, Source] | float | None = None,
         tools: Sequence[Any] = (),
+        agent: Program | None = None,
         template: str | None = None,
         system: str | None = None,
         shuffle: bool = True,
@@ -95,11 +107,31 @@ class Task:
             tools=tools,
             max_prompt_tokens=max_prompt_tokens,
         )
-        self._reward = FunctionReward(weighted(rewards))
-        self._tool_classes = [ToolClass(tool) for tool in tools if _is_class(tool)]
-        self._tools: list[Tool] = [
-            tool if _is_tool(tool) else FunctionTool(tool) for tool in tools if not _is_class(tool)
-        ]
+        if rewards is None and environment is None and agent is None:
+            raise ValueError("rewards is None; give a function, an environment, or an agent that gives each reward")
+        if environment is not None and (rewards is not None or tools):
+            raise ValueError(
+                f"environment is {environment!r}, rewards is {rewards!r} and tools is {tools!r}; leave out rewards and "
+                "tools, as an environment takes the place of both"
+            )
+        if agent is not None and (environment is not None or tools):
+            raise ValueError(
+                f"agent is given with environment={environment!r} and tools={tools!r}; leave out both, as the agent "
+                "calls its own tools"
+            )
+        self.program = agent
+        self._environment = None if environment is None else EnvironmentClass(environment)
+        self.reward = None if rewards is None else FunctionReward(weighted(rewards))
+        self._tool_sources: list[ToolSource] = []
+        self._tools: list[Tool] = []
+        for tool in tools:
+            if hasattr(tool, "opened"):
+                self._tool_sources.append(tool)
+            elif _is_class(tool):
+                self._tool_sources.append(ToolClass(tool))
+            else:
+                self._tools.append(tool if _is_tool(tool) else FunctionTool(tool))
+        self._checked = [part for part in (self.reward, self._environment, *self._tool_sources) if part is not None]
         self._format = PromptFormat(template=template, system=system)
         self._shuffle = shuffle
         self._end_of_turn = end_of_turn
@@ -138,7 +170,7 @@ class Task:
                 f"max_prompt_tokens is {self._max_prompt_tokens}, and the rows are generated; leave long rows out "
                 "where they are made"
             )
-        seen: set[tuple[Message, ...]] = set()
+        seen: set[Any] = set()
         notes: list[str] = []
         for name, held_out in sets.items():
             if isinstance(held_out, Stream):
@@ -147,7 +179,7 @@ class Task:
             sets[name], left_out = leave_out(held_out, self._reason_against, name=_set_name(name))
             notes += left_out
             for index in range(min(CHECKED, len(sets[name]))):
-                seen.add(self._format.prompt(sets[name][index], index=index).messages)
+                seen.add(self._question(self._format.prompt(sets[name][index], index=index)))
         if isinstance(rows, Stream):
             self._reason_against(rows[0], 0)
             return rows, sets
@@ -169,11 +201,11 @@ class Task:
         opened = {name: open_rows(each, seed=self.seed, name=_set_name(name)) for name, each in sources.items()}
         return rows, opened
 
-    def _reason_against(self, row: Any, index: int, *, seen: Collection[tuple[Message, ...]] = ()) -> str | None:
+    def _reason_against(self, row: Any, index: int, *, seen: Collection[Any] = ()) -> str | None:
         """Why a row is left out; None if it is used.
 
         Args:
-            seen: messages of held-out prompts.
+            seen: held-out prompts; see `_question`.
 
         Raises:
             ValueError: the run cannot use the row.
@@ -184,7 +216,11 @@ class Task:
         if most is not None and self._num_tokens is not None and self._num_tokens(prompt) > most:
             return f"more than {most} tokens (max_prompt_tokens)"
         self.check_length(prompt)
-        return "the same prompt is in validation" if prompt.messages in seen else None
+        return "the same prompt is in validation" if self._question(prompt) in seen else None
+
+    def _question(self, prompt: Prompt) -> Any:
+        """The part of a prompt that makes it another one: its messages; for an environment, also all columns."""
+        return prompt.messages if self._environment is None else (prompt.messages, repr(prompt.target))
 
     def measure_prompts(self, tokenizer: Tokenizer, limits: TurnLimits) -> None:
         """Check the lengths of all prompts from now on. Called before the first prompt is asked for.
@@ -201,7 +237,7 @@ class Task:
                     "which renders prompts itself; leave long rows out of prompts"
                 )
             return
-        chat = self._chat(tokenizer)
+        chat = self.chat(tokenizer)
         self._num_tokens = lambda prompt: len(chat.prompt(prompt.messages))
         self._max_tokens = limits.max_tokens
         if self._max_prompt_tokens is not None and self._max_prompt_tokens >= limits.max_tokens:
@@ -222,7 +258,8 @@ class Task:
                 "it, or leave out long rows with Task(max_prompt_tokens=...)"
             )
 
-    def _chat(self, tokenizer: Tokenizer) -> Chat:
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        """The chat of the task: its end of turn and its tools."""
         end = self._end_of_turn or getattr(tokenizer, "eos_token", None)
         if end is None:
             raise ValueError("the tokenizer has no end-of-sequence token; give Task(end_of_turn=...)")
@@ -230,8 +267,8 @@ class Task:
 
     @property
     def _described(self) -> list[Tool]:
-        """All tools; those of classes without an object."""
-        return [*self._tools, *(tool for each in self._tool_classes for tool in each.tools)]
+        """All tools; those that are opened for each rollout only as descriptions."""
+        return [*self._tools, *(tool for each in self._tool_sources for tool in each.tools)]
 
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
@@ -245,16 +282,21 @@ class Task:
             limits: bounds on turns and tokens.
             gate: awaited before each tool call; closed during a publish.
         """
-        chat = self._chat(tokenizer)
+        chat = self.chat(tokenizer)
+        if self._environment is not None:
+            return EnvironmentLoop(
+                engine=engine, chat=chat, environment=self._environment, limits=limits, sampling=sampling, gate=gate
+            )
+        assert self.reward is not None, "only an agent program gives its rewards"
         if not self._described:
-            return SingleTurnLoop(engine=engine, chat=chat, reward=self._reward, limits=limits, sampling=sampling)
+            return SingleTurnLoop(engine=engine, chat=chat, reward=self.reward, limits=limits, sampling=sampling)
         tools = ToolRunner(self._described, timeout_s=limits.tool_timeout_s, gate=gate)
         return ToolUseLoop(
             engine=engine,
             chat=chat,
             tools=tools,
-            tool_classes=self._tool_classes,
-            reward=self._reward,
+            tool_sources=self._tool_sources,
+            reward=self.reward,
             limits=limits,
             sampling=sampling,
         )
@@ -267,10 +309,8 @@ class Task:
         Raises:
             ValueError: the prompt cannot be used. The text names the message or the key of `target`, and a fix.
         """
-        if hasattr(self, "_reward"):
-            self._reward.check(prompt.target)
-            for each in self._tool_classes:
-                each.check(prompt.target)
+        for part in getattr(self, "_checked", ()):
+            part.check(prompt.target)
 
     def save_initial_checkpoint(self, path: Path) -> None:
         """Write a randomly initialised model and tokenizer. Only called if `model.checkpoint` is not set.
@@ -385,7 +425,7 @@ def missing_methods(task: Task, config: TaskConfig, *, held_out: bool, builds_mo
     from_rows = hasattr(task, "_prompts")  # Task.__init__ was called
     needed = {
         "train_prompt": not from_rows and config.prompt_file is None,
-        "build_loop": not from_rows,
+        "build_loop": not from_rows and task.program is None,
         "validation_prompts": not from_rows and held_out,
         "save_initial_checkpoint": builds_model,
         "demonstrations": builds_model and warm_start,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
+from async_rl.endpoint.host import Sessions
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.validation import ValidationRollout
@@ -62,6 +63,7 @@ class RolloutWorker:
         gate: gate before each tool call.
         pool: this worker's view of the replicas.
         replies_s: longest wait of a flush for the replies of replicas.
+        sessions: of agent programs; None if the rollouts are made by agent loops.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class RolloutWorker:
         gate: PauseGate,
         pool: ReplicaPool,
         replies_s: float,
+        sessions: Sessions | None = None,
     ) -> None:
         self.name = name
+        self._sessions = sessions
         self._replies_s = replies_s
         self._make_rollouter = rollouter
         self._rollouter = rollouter(None)
@@ -172,6 +176,8 @@ class RolloutWorker:
             task.cancel()
         if rolls:
             await asyncio.wait(rolls)
+        if self._sessions is not None:
+            await self._sessions.close()
         if self._writer is not None:
             writer, self._writer = self._writer, None
             with contextlib.suppress(JournalError):

@@ -16,7 +16,7 @@ from async_rl.rollout.group_contents import StoredContent
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
-from message_queue.progress import CallStarted, RolloutRecord, TrajectoryClosed
+from message_queue.progress import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
@@ -155,6 +155,8 @@ class GroupAccount:
         """Records of the content are written."""
         for record in records:
             what = record.what
+            if isinstance(what, Forked) or record.path:
+                continue  # lengths are those of the root
             length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted) else len(what))
             self._stored.setdefault(record.group, {})[record.trajectory] = length, isinstance(what, TrajectoryClosed)
 

@@ -121,7 +121,7 @@ class Planner:
     ) -> UpdatePlan | None:
         """Plan an update on the sequences `forwarded` [S]; None if there are none.
 
-        If the loss weights whole trajectories, all sequences of a trajectory (resume_routing=split) are in one
+        If the loss weights whole trajectories, all sequences of a trajectory (resume_routing=split, forks) are in one
         micro-batch, which may then exceed trainer.micro_batch_tokens.
 
         Args:

@@ -1,15 +1,16 @@
 """Rollouts of a batch with the values that the trainer used, written to disk by a thread of rank 0.
 
-One row per trajectory. Columns:
+One row per trajectory, and one for each other path with sampled tokens of its own (`Trajectory.fork`). Columns:
 
     train_step, mini_batch          of the batch: its last step; optimizer step of the batch, from 0
     group, trajectory, prompt_index id of the group, number in the group, index of the prompt
+    path                            number of the path in the trajectory; 0 is the root
     admitted_version                weights when the group was admitted
     reward, info, stop_reason       info: parts of the reward and counts of the agent loop
     advantage                       null for a rollout that failed
     prompt, turns                   text, tool calls and the reply after each turn; text includes control tokens
     segments                        start, tokens, param_version, staleness, replica, stop_reason
-    token_ids                       the T tokens
+    token_ids                       the T tokens of the path; those that it shares with a row above count as not sampled
     behaviour_logprobs              of the engine; this and the next four have T entries, null unless sampled
     proximal_logprobs, logprobs     of the trainer before the batch, and when the token was trained
     gradient_share                  share of the token in the gradient of its optimizer step, see below
@@ -79,6 +80,7 @@ _ROW = pa.schema(
         ("mini_batch", pa.int32()),
         ("group", pa.int64()),
         ("trajectory", pa.int32()),
+        ("path", pa.int32()),
         ("prompt_index", pa.int64()),
         ("admitted_version", pa.int64()),
         ("reward", pa.float64()),
@@ -251,16 +253,18 @@ def rollout_table(
         numbers = np.flatnonzero(batch.index[:, 0] == group)
         for number, trajectory in enumerate(head.trajectories):
             own = numbers[batch.index[numbers, 1] == number].tolist()
-            of_tokens = _tokens(batch, values, own)
-            common = {
-                "train_step": batch.recorded.train_step,
-                "group": head.group,
-                "trajectory": number,
-                "prompt_index": head.prompt,
-                "admitted_version": head.admitted_version,
-            }
-            rows.append(common | _of_trajectory(trajectory) | _of_training(batch, own, of_tokens, tokenizer))
-            tokens.append(of_tokens)
+            for path, of_path in _by_path(batch, own).items():
+                of_tokens = _tokens(batch, values, of_path)
+                common = {
+                    "train_step": batch.recorded.train_step,
+                    "group": head.group,
+                    "trajectory": number,
+                    "path": path,
+                    "prompt_index": head.prompt,
+                    "admitted_version": head.admitted_version,
+                }
+                rows.append(common | _of_trajectory(trajectory) | _of_training(batch, of_path, of_tokens, tokenizer))
+                tokens.append(of_tokens)
     table = pa.Table.from_pylist(rows, schema=_ROW)
     offsets = pa.array(np.cumsum([0, *(len(t.token_ids) for t in tokens)]), pa.int32())
     columns = {"token_ids": pa.array(np.concatenate([t.token_ids for t in tokens]))}
@@ -278,11 +282,19 @@ def rollout_table(
     return table.append_column("routed_experts", routing).replace_schema_metadata(layers)
 
 
+def _by_path(batch: TrainingBatch, numbers: Sequence[int]) -> dict[int, list[int]]:
+    """Path -> its sequences among those of a trajectory; path 0 without any for a failed rollout."""
+    found: dict[int, list[int]] = {}
+    for number in numbers:
+        found.setdefault(batch.sequence(number).path, []).append(number)
+    return found or {0: []}
+
+
 def _routing_column(sequences: Sequence[TrainingSequence | None], *, bytes_left: int) -> Any:
     """Column of the routing rows of each trajectory, null for those that exceed the bound; None if there are no rows.
 
     Args:
-        sequences: last training sequence of each trajectory, which has all its tokens; None for a failed rollout.
+        sequences: last training sequence of each path, which has all its tokens; None for a failed rollout.
         bytes_left: bound on the rows of all trajectories.
     """
     shape = next((s.rows.shape[1:] for s in sequences if s is not None and s.rows is not None), None)
@@ -306,7 +318,7 @@ def _routing_column(sequences: Sequence[TrainingSequence | None], *, bytes_left:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tokens:
-    """Per-token columns of a trajectory of T tokens."""
+    """Per-token columns of a path of T tokens."""
 
     token_ids: Int32Array
     """int32 [T]."""
@@ -319,7 +331,7 @@ class _Tokens:
 
 
 def _tokens(batch: TrainingBatch, values: SequenceValues, numbers: Sequence[int]) -> _Tokens:
-    """Columns of the trajectory whose sequences are `numbers`; without sequences (a failed rollout) no tokens."""
+    """Columns of the path whose sequences are `numbers`; without sequences (a failed rollout) no tokens."""
     last = batch.sequence(numbers[-1]) if numbers else None
     token_ids = np.zeros(0, np.int32) if last is None else last.token_ids
     values_of_tokens = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
@@ -340,7 +352,7 @@ def _of_trajectory(head: TrajectoryHead) -> dict[str, Any]:
 
 
 def _of_training(batch: TrainingBatch, numbers: Sequence[int], tokens: _Tokens, tokenizer: Any) -> dict[str, Any]:
-    """Cells of a trajectory that its sequences `numbers` determine; none for a failed rollout."""
+    """Cells of a path that its sequences `numbers` determine; none for a failed rollout."""
     if not numbers:
         return {"turns": [], "segments": []}
     mini_batch = int(batch.mini_batch[numbers[0]])

@@ -76,6 +76,8 @@ class CalculatorTask(Task):
     Validation prompts do not depend on the seed, so that runs with different seeds can be compared.
     """
 
+    reward = ExactAnswer()
+
     def __init__(self, config: CalculatorConfig, *, seed: int) -> None:
         self._config = config
         self._seed = seed
@@ -109,6 +111,10 @@ class CalculatorTask(Task):
         if not isinstance(answer, str) or not answer:
             found = "is missing" if "answer" not in prompt.target else f"is {answer!r}"
             raise ValueError(f'target.answer {found}; write the answer as text, such as "target": {{"answer": "42"}}')
+
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        """See `build_chat`."""
+        return build_chat(tokenizer)
 
     def build_loop(
         self,

@@ -24,7 +24,7 @@ class SampleTask(Task):
     def demonstrations(self, start: int, count: int) -> Sequence[Demonstration]:
         """Prompts `start` to `start + count - 1`, each with its solution in the loss."""
         tokenizer = self._words()
-        chat = self._chat(tokenizer)
+        chat = self.chat(tokenizer)
 
         def demonstrate(index: int) -> Demonstration:
             prompt = self.train_prompt(index)

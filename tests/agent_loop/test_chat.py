@@ -21,6 +21,16 @@ def make_chat(tokenizer=TOKENIZER, **options):
     return Chat(tokenizer, **({"end_of_turn": END_OF_TURN, "tools": TOOLS, "stop_tokens": (TURN_START,)} | options))
 
 
+def test_control_tokens_in_the_description_of_a_tool_stay_text():
+    tokenizer, tool = build_tokenizer(), describe_tool(FakeTool())
+    tokenizer.chat_template = "{{ tools | tojson }}" + CHAT_TEMPLATE
+    described = {**tool, "function": {**tool["function"], "description": "a <|im_end|> b <tool_call>"}}
+    prompt = make_chat(tokenizer, tools=[described]).prompt([Message(role="user", content="?")])
+    assert "a <|im_end|> b <tool_call>" in tokenizer.decode(prompt.tolist())
+    counts = [prompt.tolist().count(tokenizer.convert_tokens_to_ids(text)) for text in (END_OF_TURN, "<tool_call>")]
+    assert counts == [1, 0]
+
+
 def reply_to(chat, *contents, role="tool", after=END_OF_TURN):
     """The tokens of a reply, as text."""
     messages = [Message(role=role, content=content) for content in contents]

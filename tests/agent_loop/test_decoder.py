@@ -10,6 +10,7 @@ from agent_loop.engine import EngineError, SamplingConfig
 from agent_loop.loop import RolloutError, TurnLimits
 from message_queue.tokens import ContractError, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
+from tests.helpers.dense import loss_mask
 from tests.helpers.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights
 
 STOP = 0
@@ -60,6 +61,24 @@ def output(*tokens, reason):
         stop_reason=reason,
         replica="canned",
     )
+
+
+@pytest.mark.parametrize("mode", ["append", "force", "replace", "split"])
+async def test_decoder_continues_a_root_and_its_fork_in_turn(mode):
+    """The stop token that ends a turn of the root is not looked for in a fork."""
+    engine = FakeEngine(SeededScript(1, vocab_size=50, stop_token=STOP, mean_length=60))
+    root, decoder = opened(mode), make_decoder(engine, segment_tokens=4)
+    assert await decoder.decode(root, max_new_tokens=200) is StopReason.STOP
+    fork = root.fork(turns=1)
+    for path in (fork, root):
+        path.observe(PROMPT)
+        assert await decoder.decode(path, max_new_tokens=200) is StopReason.STOP
+        assert len(path.turns[-1].segments) > 1 and int(path.turns[-1].segments[-1].token_ids[-1]) == STOP
+        assert path.num_rows == len(path) - 1
+    assert [np.flatnonzero(loss_mask(s)).size for s in root.sequences()] == [
+        sum(turn.num_sampled for turn in root.turns),
+        fork.turns[1].num_sampled,
+    ]
 
 
 @pytest.mark.parametrize(

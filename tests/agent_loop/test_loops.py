@@ -336,7 +336,7 @@ SHORT_TURNS = TurnLimits(max_turns=6, max_tokens=224, max_new_tokens_per_turn=30
 
 
 async def recorded(loop, trajectory, records):
-    made = RecordedTrajectory(trajectory, record=lambda *record: records.append(record))
+    made = RecordedTrajectory(trajectory, record=lambda *record: records.append(record[:2]))
     await loop.run(PROMPT, trajectory=made, session="s", cache_salt="v0")
     return made
 

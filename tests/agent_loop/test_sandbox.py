@@ -1,7 +1,10 @@
 """Programs that misbehave in a sandbox: each is bounded, and nothing of it remains."""
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -98,6 +101,28 @@ async def test_memory_is_bounded():
     assert result.exit_code == 1 and "MemoryError" in result.stderr
 
 
+async def test_memory_of_all_processes_together_is_bounded():
+    source = (
+        "import os, time\n"
+        "for _ in range(4):\n    if os.fork() == 0: break\n"
+        "data = bytearray(90 << 20)\nos.write(1, b'.')\ntime.sleep(1000)"
+    )
+    result = await run_python(source, limits=SandboxLimits(memory_mb=256, wall_s=120))
+    assert (result.stopped, result.exit_code) == ("memory_mb", None)
+
+
+def test_pages_that_processes_share_are_counted_once():
+    source = (
+        "import os, sys\ndata = bytearray(64 << 20)\n"
+        "for _ in range(3):\n    if os.fork() == 0: break\nos.write(1, b'.')\nsys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert len(os.read(process.stdout.fileno(), 1) + process.stdout.read(3)) == 4
+        assert sandbox.memory_of_tree(process.pid, 1 << 40) > 4 * 64 << 20
+        assert 64 << 20 < sandbox.memory_of_tree(process.pid, 0) < 128 << 20
+        process.stdin.close()
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -171,13 +196,39 @@ async def test_a_program_sees_no_file_or_variable_of_the_caller(tmp_path, monkey
     (tmp_path / "secret").chmod(0o644)
     monkeypatch.setenv("SECRET", "of the host")
     result = await run_shell(
-        f"cat {tmp_path}/secret; cat /etc/passwd /etc/shadow; ls -A ~ /home /work/wt {tmp_path.parent}; env; "
+        f"cat {tmp_path}/secret; cat /etc/passwd /etc/shadow; ls -A ~ /home /srv {tmp_path.parent}; env; "
         "ls /proc/self/fd; cat /proc/*/environ; ls -d /proc/[0-9]*; cat /proc/1/root/etc/passwd; id -u"
     )
     assert "of the host" not in result.stdout + result.stderr and "root:" not in result.stdout
     assert "SECRET" not in result.stdout and f"\n{tmp_path.name}" not in result.stdout
     processes = [line for line in result.stdout.splitlines() if line.startswith("/proc/")]
     assert 1 <= len(processes) <= 5
+
+
+async def test_a_program_inherits_no_file_of_the_caller(tmp_path):
+    with (tmp_path / "open").open("w+") as file, socket.create_server(("127.0.0.1", 0)) as server:
+        for number in (file.fileno(), server.fileno()):
+            os.set_inheritable(number, True)
+        source = (
+            "import os\nfor n in range(3, 1000):\n"
+            "    try: os.write(n, b'leak')\n    except OSError: pass\n    else: print(n)\n"
+            "print(sorted(map(int, os.listdir('/proc/self/fd')))[:3])\n"
+            "for n in map(int, os.listdir('/proc/self/fd')):\n"
+            "    try: print(os.readlink(f'/proc/self/fd/{n}'))\n    except OSError: pass"
+        )
+        result = await run_python(source)
+        first, *links = result.stdout.splitlines()
+        assert first == "[0, 1, 2]" and all(link.startswith("pipe:") for link in links) and len(links) == 3
+        assert not file.read()
+
+
+async def test_a_program_has_no_socket_file_of_the_host(tmp_path):
+    with socket.socket(socket.AF_UNIX) as local:
+        tmp_path.chmod(0o755)
+        local.bind(f"{tmp_path}/socket")
+        local.listen()
+        source = f"import socket\nsocket.socket(socket.AF_UNIX).connect('{tmp_path}/socket')"
+        assert "FileNotFoundError" in (await run_python(source)).stderr
 
 
 async def test_a_program_has_no_capability_and_cannot_end_process_1():

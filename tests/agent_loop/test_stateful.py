@@ -71,7 +71,7 @@ def make_loop(made, engine, *, reward=None, tool=None):
         engine=engine,
         chat=Chat(TOKENIZER, end_of_turn="<|im_end|>", tools=[describe_tool(tool) for tool in described]),
         tools=ToolRunner(described, timeout_s=LIMITS.tool_timeout_s),
-        tool_classes=classes,
+        tool_sources=classes,
         reward=reward or FakeReward(),
         limits=LIMITS,
         sampling=SamplingConfig(),
@@ -85,7 +85,9 @@ async def roll(loop, session="s", trajectory=None):
 
 
 async def recorded(loop, trajectory, records):
-    return await roll(loop, trajectory=RecordedTrajectory(trajectory, record=lambda *record: records.append(record)))
+    return await roll(
+        loop, trajectory=RecordedTrajectory(trajectory, record=lambda *record: records.append(record[:2]))
+    )
 
 
 @pytest.mark.parametrize("made", [Sum, OpenSum])

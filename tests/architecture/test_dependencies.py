@@ -27,7 +27,9 @@ DISTRIBUTIONS = {  # if the name differs from that of the import
 
 def declared() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    extras = [r for name in ("data", "trackers", "vllm", "sglang") for r in project["optional-dependencies"][name]]
+    extras = [
+        r for name in ("data", "mcp", "trackers", "vllm", "sglang") for r in project["optional-dependencies"][name]
+    ]
     return {re.split(r"[\[<>=!~ ;]", requirement)[0].lower() for requirement in [*project["dependencies"], *extras]}
 
 

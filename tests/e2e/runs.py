@@ -103,7 +103,8 @@ def check_rollouts(directory, steps, groups):
         assert {row["train_step"] for row in rows} == {step["train_step"]}
         trained = {g["group"] for g in groups if g["outcome"] == "trained" and g["train_step"] == step["train_step"]}
         assert {row["group"] for row in rows} == trained
-        assert np.isclose(np.mean([row["reward"] for row in rows]), step["reward/mean"])
+        rewards = [row["reward"] for row in rows if row["path"] == 0]  # other rows are paths of the same rollouts
+        assert np.isclose(np.mean(rewards), step["reward/mean"])
         pairs = [
             (behaviour, current)
             for row in rows

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 from pathlib import Path
 
 import numpy as np
+import openai
 
+from agent_loop.chat import Chat
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from message_queue.tokens import StopReason
 from recipes.calculator import task
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
+from recipes.calculator.tokenizer import END_OF_TURN
+from tests.helpers.agents import RandomAgent, over_openai
 
 REPLY = np.array([11, 12, 13], np.int32)
 TURNS = 4  # of a slow rollout
@@ -138,3 +144,26 @@ def uneven_task(options, *, seed):
         return trajectory.token_ids().sum() % 2
 
     return TurnsTask(rest, seed=seed, turns=turns)
+
+
+class AgentTask(CalculatorTask):
+    """An agent program that rewrites its histories at random, over HTTP; an untrained model ends turns at letters."""
+
+    def __init__(self, config, *, seed):
+        super().__init__(config, seed=seed)
+        self.program = self.act
+
+    def chat(self, tokenizer):
+        return Chat(tokenizer, end_of_turn=END_OF_TURN, stop_tokens=tuple("abcdefgh01234567"))
+
+    async def act(self, prompt, access):
+        chance = random.Random(access.api_key)
+        async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
+            agent = RandomAgent(over_openai(client), chance=chance, max_tokens=16)
+            with contextlib.suppress(openai.BadRequestError):  # the limits leave no call
+                await agent.run(chance.randint(2, 5))
+        return float(len(agent.history[-1].content) % 2)
+
+
+def agent_task(options, *, seed):
+    return AgentTask(CalculatorConfig(), seed=seed)

@@ -21,7 +21,7 @@ from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.publisher import Publisher
+from async_rl.inference.publisher import OnUpdate, Publisher
 from async_rl.inference.select import EngineConfig
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
@@ -30,7 +30,7 @@ from async_rl.weights.transport import Source
 from message_queue.tokens import WeightVersion
 from tests.conformance import sglang_support
 from tests.conformance.engines import tokens
-from tests.conformance.reference import gap_with_rows, reference
+from tests.conformance.reference import gap_with_rows, logprob_gap, reference
 from tests.conformance.served import VLLM, Models, make_models
 from tests.e2e.clusters import cluster_environment, start_cluster
 from tests.helpers import tiny_models
@@ -73,11 +73,11 @@ class Served:
     versions: VersionServer
     folder: Path
 
-    async def publish(self, version: int, *, staged: bool) -> None:
+    async def publish(self, version: int, *, staged: bool = False, on_update: OnUpdate = "resume") -> None:
         update = self.models.updates[version]
         sources = (Source(self.versions.address, tuple(range(len(update.buckets)))),)
         publisher = Publisher(
-            ReplicaPool([self.replica]), on_update="resume", rollouts=RolloutsHere(), staged=staged, timeout_s=60
+            ReplicaPool([self.replica]), on_update=on_update, rollouts=RolloutsHere(), staged=staged, timeout_s=60
         )
         await publisher.publish(replace(update, sources=sources))
 
@@ -94,6 +94,19 @@ class Served:
             expected = reference(self.models.models[version], ids)
             rows = segment.routed_experts.experts
             assert gap_with_rows(expected, ids, segment.logprobs, rows, start=30, first_row=0) <= 1
+
+    async def update_in_flight(self, version: int) -> None:
+        """Publish a version while a request is frozen, whose K/V it computes again with the experts of before."""
+        ask = GenerateRequest(request_id="long", token_ids=tokens(30), max_new_tokens=400)
+        running = asyncio.create_task(self.replica.generate(ask))
+        await asyncio.sleep(0.3)
+        await self.publish(version, on_update="keep")
+        first, second = await running
+        assert (first.weights.version, second.weights.version) == (version - 1, version)
+        ids = np.concatenate([tokens(30), first.token_ids, second.token_ids])
+        rows = np.concatenate([segment.routed_experts.experts for segment in (first, second)])
+        expected = reference(self.models.models[version], ids, forced=rows)
+        assert logprob_gap(expected, ids, second.logprobs, start=30 + len(first.token_ids)) <= 1
 
     @property
     def stores(self) -> list[Path]:
@@ -150,10 +163,11 @@ async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(clust
     models = make_models(tmp_path, tiny_models.qwen3_moe_config())
     async with serving(config, models, tmp_path) as served:
         await served.check(0)
-        for version, staged in ((1, True), (2, False)):
-            await served.publish(version, staged=staged)
-            await served.check(version)
-            assert [path.name for path in served.stores] == [f"weights-{version}"] * NODES
+        await served.publish(1, staged=True)
+        await served.check(1)
+        await served.update_in_flight(2)
+        await served.check(2)
+        assert [path.name for path in served.stores] == ["weights-2"] * NODES
         lost = asyncio.create_task(served.ask("lost", max_new_tokens=400))
         await asyncio.sleep(0.2)
         worker = next(p for p in processes_of(tmp_path) if "VllmWorker-1" in p.name() or "Worker_TP1" in p.name())
@@ -174,10 +188,11 @@ async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first
     models = make_models(tmp_path, sglang_support.qwen3_moe())
     async with serving(config, models, tmp_path) as served:
         await served.check(0)
-        for version, staged in ((1, True), (2, False)):
-            await served.publish(version, staged=staged)
-            await served.check(version)
-            assert [path.name for path in served.stores] == [f"weights-{version}"] * NODES
+        await served.publish(1, staged=True)
+        await served.check(1)
+        await served.update_in_flight(2)
+        await served.check(2)
+        assert [path.name for path in served.stores] == ["weights-2"] * NODES
         leader = psutil.Process(await served.replica.pid())
         leader.kill()
         await until_none(tmp_path)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from message_queue.content import ContentWriter
 from message_queue.content_reader import read_groups
 from message_queue.contract import Admission
-from message_queue.progress import RolloutRecord, TrajectoryClosed
+from message_queue.progress import Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
@@ -29,18 +29,28 @@ def admission(group: int) -> Admission:
 
 
 def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0, handout: int = 0) -> list[RolloutRecord]:
-    """Records of all that was appended to a trajectory, in order."""
+    """Records of all that was appended to a trajectory, path after path."""
     records: list[RolloutRecord] = []
-    at = 0
-    for turn in trajectory.turns:
-        records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=turn.observation))
-        at += len(turn.observation)
-        for segment in turn.segments:
-            records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=segment))
-            at += len(segment)
+
+    def add(path: Trajectory, at: int, what: RolloutStep) -> None:
+        records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what, path=path.path))
+
+    for path in trajectory.paths:
+        at = path.shared_tokens
+        if path.parent is not None:
+            add(path, at, Forked(parent=path.parent, turns=path.shared_turns))
+        for turn in path.turns[path.shared_turns :]:
+            add(path, at, turn.observation)
+            at += len(turn.observation)
+            for segment in turn.segments:
+                add(path, at, segment)
+                at += len(segment)
     if trajectory.stop_reason is not None and trajectory.reward is not None:
-        end = TrajectoryClosed(stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info))
-        records.append(RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=end))
+        forks = {path.path: len(path) for path in trajectory.paths[1:]}
+        end = TrajectoryClosed(
+            stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info), forks=forks
+        )
+        add(trajectory, len(trajectory), end)
     return records
 
 

@@ -33,7 +33,7 @@ async def test_the_reward_is_the_score_of_the_answer_in_tags(said, right):
     own = task(environment="basic_arithmetic")
     prompt = own.train_prompt(3)
     completion = Completion(turns=(said.format(prompt.target["answer"]),), stop_reason=StopReason.STOP)
-    score = await own._reward.score(prompt, completion=completion)
+    score = await own.reward.score(prompt, completion=completion)
     assert (score.value == 1.0) == right
 
 

@@ -1,8 +1,9 @@
 """A training batch: lengths and coordinates of its sequences, and their content or references to the content.
 
 Nothing is padded or cut. The driver plans with the numbers only. A trajectory is one sequence, or several with
-`resume_routing=split`. Every sampled token is in the loss of at most one sequence. Tokens from weights older than
-`min_update` (staleness.policy=mask) are excluded from the loss and from normalisation; they still serve as context.
+`resume_routing=split` or forks. Every sampled token is in the loss of at most one sequence. Tokens from weights older
+than `min_update` (staleness.policy=mask) are excluded from the loss and from normalisation; they still serve as
+context.
 
 A token is *pure* if trainer and engine can differ on it by rounding only. It must have lag 0, every position before it
 must have a routing row, and their K/V must come from the current weights over these rows:
@@ -156,7 +157,8 @@ class TrainingBatch:
     def _num_fresh(self, sequence: TrainingSequence, now: int) -> int:
         """Number of leading positions whose K/V the current weights computed over the replayed rows."""
         if sequence.rows is None:
-            return next((run.start for run in sequence.runs if self._updates(run.version) < now), len(sequence))
+            runs = (*sequence.shared, *sequence.runs)
+            return next((run.start for run in runs if self._updates(run.version) < now), len(sequence))
         fresh = 0
         for rows, version in sequence.row_runs:
             if version < 0 or (self._updates(version) != now and not (sequence.recomputed and not self.retained_kv)):

@@ -1,9 +1,11 @@
 """Checks of a model against the config, without a process."""
 
+import contextlib
 import json
 
 import pytest
 
+from agent_loop.program import external
 from async_rl.config import ConfigError, load_config
 from async_rl.controller.preflight import check_run, model_problems
 from async_rl.metrics import trackers
@@ -58,4 +60,21 @@ def test_a_tracker_that_is_not_installed_is_refused_by_name(monkeypatch, tmp_pat
     check_run(config)
     monkeypatch.setitem(trackers.MODULES, "trackio", "no_such_package")
     with pytest.raises(ConfigError, match="'trackio', and the package no_such_package"):
+        check_run(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ((), "endpoint.run_key is None and endpoint.port is 0"),
+        (("endpoint.run_key=k",), "endpoint.port is 0"),
+        (("endpoint.run_key=k", "endpoint.port=4096"), None),
+        (("endpoint.run_key=k", "endpoint.port=4096", "rollout.workers=2"), "rollout.workers=2"),
+    ],
+)
+def test_agents_outside_of_the_run_need_a_key_and_an_address(overrides, named, tmp_path, monkeypatch):
+    monkeypatch.setattr("recipes.agents.calculator.calculate", external)
+    task = "task.factory=recipes.agents.calculator:agent_task"
+    config = load_config([f"output_dir={tmp_path}", task, *overrides])
+    with pytest.raises(ConfigError, match=named) if named else contextlib.nullcontext():
         check_run(config)

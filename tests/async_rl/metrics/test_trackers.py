@@ -126,6 +126,8 @@ def in_trackio(directory):
 
 @pytest.mark.parametrize("read", [in_tensorboard, in_wandb, in_mlflow, in_trackio], ids=lambda read: read.__name__[3:])
 def test_a_tracker_has_metrics_and_rollouts_and_a_resumed_run_continues_it(read, tmp_path, capfd):
+    import openai  # noqa: F401 - whose presence makes wandb advertise another product, unless it is told not to
+
     directory, name = tmp_path / "run", read.__name__.removeprefix("in_")
     track(directory, name)
     assert read(directory) == [(1, 0.1), (2, 0.2)]

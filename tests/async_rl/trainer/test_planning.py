@@ -15,6 +15,7 @@ from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.step import MicroBatchBuilder
 from message_queue.tokens import RoutingSpec
+from tests.async_rl.trainer.test_training_batch import as_groups, batch_of, forked_trajectory
 from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, add_random_support, make_batch, training_batch_of
 
 ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
@@ -155,6 +156,17 @@ def test_a_plan_keeps_trajectories_together_if_the_loss_needs_them_whole():
     (update,) = planner_of(2, 1, 1, loss=GSPO()).policy(batch).updates
     for of_rank in update.micro_batches:
         assert len({int(batch.trajectory[n]) for numbers in of_rank for n in numbers}) == 1
+
+
+@pytest.mark.parametrize("loss", [GSPO(), DecoupledPPO(aggregation="token_mean")])
+def test_a_plan_trains_the_paths_of_a_trajectory_once(loss):
+    batch = batch_of(as_groups(forked_trajectory(), forked_trajectory()), 1.0, -1.0)
+    plan = planner_of(1, 1, 1, loss=loss, micro_batch_tokens=8).policy(batch)
+    (update,) = [update for update in plan.updates if update is not None]
+    assert sorted(made_of(plan)[0]) == [0, 1, 2, 3]
+    assert update.num_loss_tokens == batch.num_loss_tokens.sum() == 12
+    if loss.needs_whole_trajectories:
+        assert sorted(sorted(numbers) for rank in update.micro_batches for numbers in rank) == [[0, 1], [2, 3]]
 
 
 def test_a_plan_does_not_forward_trajectories_without_an_advantage():

@@ -12,7 +12,7 @@ from async_rl.trainer.recording import rollout_table
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
-from message_queue.trajectory import PromptGroup
+from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.groups import SPEC, routed, segment, trajectory
 
 BYTES = 2 * 2 * 2  # of the row of a token: two layers, two experts, two bytes each
@@ -49,6 +49,39 @@ def recorded(tmp_path, *, routing_bytes, routing=SPEC):
     write_step(tmp_path, table, train_step=1, keep=1)
     ((_, table),) = read_steps(tmp_path)
     return table.schema, table.to_pylist()
+
+
+def test_each_path_with_sampled_tokens_is_a_row():
+    root = trajectory_of_paths()
+    group = PromptGroup(group=5, prompt=0, admitted_version=0, admitted_update=0, trajectories=[root])
+    head = head_of(group)
+    batch = training_batch(
+        [head],
+        [content_of(group)],
+        advantages=Advantages(values=np.ones(1, np.float32), informative=np.ones(1, np.bool_)),
+        current_update=0,
+        version_updates={0: 0},
+    )
+    batch = replace(batch, recorded=RecordedGroups(train_step=1, heads={0: head}))
+    rows = rollout_table(batch, {}, tokenizer=Numbers()).to_pylist()
+    assert [(row["trajectory"], row["path"], row["reward"]) for row in rows] == [(0, 0, 1.0), (0, 2, 1.0)]
+    assert [row["token_ids"] for row in rows] == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 7, 0, 1]]
+    assert [sum(p is not None for p in row["behaviour_logprobs"]) for row in rows] == [3, 2]
+    assert [[turn["text"] for turn in row["turns"]] for row in rows] == [["0 1 2"], ["0 1"]]
+    assert [row["prompt"] for row in rows] == ["0 1", "0 1 0 1 2 7"]
+
+
+def trajectory_of_paths():
+    """A root of 5 tokens, an empty fork, and a fork of 8 tokens."""
+    root = Trajectory(routing=None)
+    root.observe(np.arange(2, dtype=np.int32))
+    root.extend(segment(3))
+    root.fork(turns=1)
+    fork = root.fork(turns=1)
+    fork.observe(np.array([7], np.int32))
+    fork.extend(segment(2))
+    root.close(stop_reason=StopReason.STOP, reward=1.0)
+    return root
 
 
 def test_recorded_routing_rows_are_those_of_the_engine(tmp_path):

@@ -148,6 +148,37 @@ def test_a_split_trajectory_is_several_sequences_of_one_advantage():
     assert batch.informative.tolist() == [False, False, True, True, True]
 
 
+def forked_trajectory(*, routing=SPEC):
+    """Prompt of 3 and two tokens of version 3, then two paths, each with 1 observed token and two of version 4."""
+    made = Trajectory(routing=routing)
+    made.observe(np.arange(3, dtype=np.int32))
+    made.extend(segment(2, version=3, rows=(0, 4) if routing else None))
+    for path in (made, made.fork(turns=1)):
+        path.observe(np.arange(1, dtype=np.int32))
+        path.extend(segment(2, version=4, rows=(4, 7) if routing else None))
+    made.close(stop_reason=StopReason.STOP, reward=1.0)
+    return made
+
+
+def test_the_paths_of_a_trajectory_are_sequences_of_one_advantage():
+    groups = as_groups(forked_trajectory(), updated_trajectory(), forked_trajectory())
+    batch = batch_of(groups, 0.5, 1.0, -2.0)
+    assert batch.index.tolist() == [[0, 0, 0], [0, 0, 1], [1, 0, 0], [2, 0, 0], [2, 0, 1]]
+    assert batch.trajectory.tolist() == [0, 0, 1, 2, 2]
+    assert batch.advantages.tolist() == [0.5, 0.5, 1.0, -2.0, -2.0]
+    assert batch.lengths.tolist() == [8, 8, 11, 8, 8]
+    assert batch.num_loss_tokens.tolist() == [4, 2, 6, 4, 2]
+    assert batch.num_loss_tokens.sum() == sum(t.num_sampled for group in groups for t in group.trajectories)
+    assert [batch.loss_tokens(n).positions.tolist() for n in (0, 1)] == [[3, 4, 6, 7], [6, 7]]
+
+
+@pytest.mark.parametrize("routing", [SPEC, None])
+def test_a_token_after_shared_tokens_of_older_weights_is_not_pure(routing):
+    assert joined(made_of(forked_trajectory(routing=routing)), "lag") == [2, 2, 0, 0, 0, 0]
+    assert pure_positions(made_of(forked_trajectory(routing=routing))) == []
+    assert pure_positions(made_of(forked_trajectory(routing=routing), updates={3: 6, 4: 6})) == [3, 4, 6, 7, 6, 7]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_sampled_token_is_in_one_loss_in_every_mode(mode):
     (whole,) = updated_trajectory("append").sequences()

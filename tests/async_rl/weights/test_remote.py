@@ -209,7 +209,7 @@ def test_a_damaged_or_missing_object_is_named(planted, bucket, store, name, dama
 def replica_of(store, *, load_timeout_s=30.0):
     """A replica without an engine."""
     replica = object.__new__(EngineReplica)
-    replica.name, replica.store = "replica-0", store
+    replica.name, replica.store, replica.followers = "replica-0", store, ()
     replica._config = SimpleNamespace(load_timeout_s=load_timeout_s)
     return replica
 

@@ -1,0 +1,269 @@
+"""Multi-turn rollouts in an environment, which answers each turn with messages and a reward.
+
+    class Guess:
+        repeatable = True                            the same turns in a new object make the same messages and rewards
+        def reset(self, secret: int): ...            optional; `secret` is a column of the prompt's row
+        def step(self, text: str) -> Step: ...       text of a turn -> messages, reward, done
+        def close(self): ...                         optional; called however the rollout ends
+
+    prompt ──> Guess() ──> reset ──> turn ──> step ──> turn ──> step ──> ... done ──> close
+
+    Task(prompts=[{"prompt": "Guess a number.", "secret": 7}], environment=Guess)
+
+The reward of the trajectory is the sum over its steps: 0.2, 0.0 and 1.0 give 1.2. Each method may be `async`; any other
+runs in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from agent_loop.chat import Chat
+from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.functions import call_function, check_columns, named_parameters
+from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.tools import PauseGate
+from agent_loop.user_errors import describe_error
+from message_queue.tokens import StopReason
+from message_queue.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Answer of an environment to one turn."""
+
+    messages: Sequence[Message] = ()
+    """Messages that the model sees before its next turn; not shown if the rollout is done."""
+    reward: float = 0.0
+    """Reward of this turn, a finite number."""
+    done: bool = False
+    """Whether the rollout ends."""
+
+
+class EnvironmentClass:
+    """A class of environments, one of which is made for each rollout.
+
+    Args:
+        factory: the class, or a `functools.partial` of it; called without arguments. `reset` gets any columns of the
+            row by name, and `prompt`. It returns the opening conversation, or None for that of the prompt.
+
+    Attributes:
+        repeatable: whether the same turns in a new environment have the same answers.
+
+    Raises:
+        ValueError: it has no `step`, or a `reset` with parameters that are no names.
+    """
+
+    def __init__(self, factory: Callable[[], object]) -> None:
+        made: Any = cast(Any, factory).func if isinstance(factory, functools.partial) else factory
+        self.name: str = getattr(made, "__name__", repr(made))
+        if not isinstance(made, type) or not callable(getattr(made, "step", None)):
+            raise ValueError(f"environment is {factory!r}; give a class with a method step(text)")
+        self.repeatable = bool(getattr(made, "repeatable", False))
+        self._factory: Callable[[], Any] = factory
+        self._columns: dict[str, bool] = {}
+        if reset := getattr(made, "reset", None):
+            bound = reset.__get__(object())
+            self._columns = named_parameters(bound, name=f"reset of environment {self.name}")
+
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Check that a row has the columns that `reset` needs.
+
+        Raises:
+            ValueError: names the parameter and the columns.
+        """
+        check_columns(self._columns, target, name=f"reset of environment {self.name}", beside=("prompt",))
+
+    @asynccontextmanager
+    async def opened(self, prompt: Prompt, *, timeout_s: float) -> AsyncGenerator[OpenEnvironment]:
+        """A new environment after its reset; it is closed at the end.
+
+        Args:
+            timeout_s: of each call.
+
+        Raises:
+            RolloutError: it cannot be made or reset. An error of `close` is only logged.
+        """
+        environment = OpenEnvironment(self.name, prompt, timeout_s=timeout_s)
+        available = {**prompt.target, "prompt": prompt}
+        try:
+            await environment.make(self._factory)
+            await environment.reset({name: available[name] for name in self._columns if name in available})
+            yield environment
+        finally:
+            try:
+                await environment.call("close", {})
+            except RolloutError as error:  # the rollout has ended, and its end stays
+                logging.getLogger(__name__).warning("%s", error)
+
+
+class OpenEnvironment:
+    """The environment of one rollout.
+
+    Attributes:
+        messages: the conversation before the first turn.
+        reward: sum over the steps.
+    """
+
+    def __init__(self, name: str, prompt: Prompt, *, timeout_s: float) -> None:
+        self.messages: Sequence[Message] = prompt.messages
+        self.reward = 0.0
+        self._name = name
+        self._prompt = prompt
+        self._timeout_s = timeout_s
+        self._made: Any = None
+
+    async def make(self, factory: Callable[[], Any]) -> None:
+        """Make the object, in a thread."""
+        self._made = await self._guarded("__init__", factory, {})
+
+    async def reset(self, columns: Mapping[str, Any]) -> None:
+        """Start the rollout."""
+        self.messages = await self.call("reset", columns) or self._prompt.messages
+
+    async def step(self, text: str) -> Step:
+        """The answer to a turn; its reward is added.
+
+        Raises:
+            RolloutError: it failed, took too long, or is no Step with a finite reward.
+        """
+        step = await self.call("step", {"text": text})
+        if not isinstance(step, Step) or not math.isfinite(step.reward):
+            raise RolloutError(f"step of {self._name} returned {step!r}; return a Step with a finite reward")
+        self.reward += step.reward
+        return step
+
+    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
+        """The result of a method; None if the environment does not have it.
+
+        Raises:
+            RolloutError: it failed or took too long.
+        """
+        function = getattr(self._made, method, None)
+        return None if function is None else await self._guarded(method, function, arguments)
+
+    async def _guarded(self, method: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        there = f"{method} of environment {self._name} in a rollout of prompt {self._prompt.index}"
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                return await call_function(function, arguments)
+        except RolloutError:
+            raise
+        except Exception as error:
+            cause = f"failed: {describe_error(error)}"
+            if isinstance(error, TimeoutError) and deadline.expired():
+                cause = f"took more than {self._timeout_s:g} s (limits.tool_timeout_s)"
+            raise RolloutError(f"{there} {cause}") from error
+
+
+class EnvironmentLoop:
+    """An AgentLoop: the turns of a model and the steps of an environment.
+
+    A trajectory ends with
+        STOP: the environment is done, or the turn ended with another stop token than end-of-turn;
+        LENGTH: a turn was cut off, which is no step; or the environment is not done after `limits.max_turns`, or its
+            messages leave no room for a turn.
+
+    A rollout that is resumed has a new environment, in which the complete turns are repeated; this is possible only if
+    the environment is repeatable or no turn has been answered.
+
+    `Trajectory.info` has
+        turns: model calls;
+        done: 1 if the environment ended the rollout, else 0;
+        aborts: decodes that were resumed;
+        refused_answers: answers of the engine that were refused, each asked for again.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        chat: Chat,
+        environment: EnvironmentClass,
+        limits: TurnLimits,
+        sampling: SamplingConfig,
+        gate: PauseGate | None = None,
+    ) -> None:
+        chat.check_role("user")
+        self._engine = engine
+        self._chat = chat
+        self._environment = environment
+        self._limits = limits
+        self._sampling = sampling
+        self._gate = gate or PauseGate()
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        """Fill and close `trajectory`; see AgentLoop.run."""
+        decoder = SegmentDecoder(
+            self._engine,
+            sampling=self._sampling,
+            stop_token_ids=self._chat.stop_token_ids,
+            session=session,
+            cache_salt=cache_salt,
+            limits=self._limits,
+            find_stop=self._chat.find_stop,
+        )
+        name = self._environment.name
+        if len(trajectory.turns) > 1 and not (self._environment.repeatable or trajectory.closed):
+            raise StateLostError(f"the state of environment {name} is gone, and its class is not repeatable")
+        async with self._environment.opened(prompt, timeout_s=self._limits.tool_timeout_s) as environment:
+            token_ids = self._chat.prompt(environment.messages)
+            if trajectory.turns and not np.array_equal(trajectory.turns[0].observation, token_ids):
+                raise StateLostError(f"environment {name} opened with other messages than before the restart")
+            observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
+            await self._repeat(environment, trajectory)
+            stop_reason, done = await self._turns(trajectory, decoder, environment)
+        info = {
+            "turns": float(len(trajectory.turns)),
+            "done": float(done),
+            "aborts": float(decoder.num_aborts),
+            "refused_answers": float(decoder.num_refused),
+        }
+        trajectory.close(stop_reason=stop_reason, reward=environment.reward, info=info)
+
+    async def _repeat(self, environment: OpenEnvironment, trajectory: Trajectory) -> None:
+        """Repeat the steps of a rollout that is resumed.
+
+        Raises:
+            StateLostError: the environment answers in another way than before.
+        """
+        for turn, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+            sampled = sampled_tokens(turn)
+            step = await environment.step(self._chat.text(sampled))
+            observation = self._chat.reply(step.messages, after=sampled)
+            if step.done or not np.array_equal(observation, after.observation):
+                raise StateLostError(
+                    f"environment {self._environment.name} says that it is repeatable, and answered a turn in another "
+                    "way than before the restart"
+                )
+
+    async def _turns(
+        self, trajectory: Trajectory, decoder: SegmentDecoder, environment: OpenEnvironment
+    ) -> tuple[StopReason, bool]:
+        """Why the trajectory ends, and whether the environment is done."""
+        while True:
+            stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
+            if stop_reason is StopReason.LENGTH:
+                return StopReason.LENGTH, False
+            turn = sampled_tokens(trajectory.turns[-1])
+            await self._gate.passed()
+            step = await environment.step(self._chat.text(turn))
+            if step.done or not self._chat.finished(turn):
+                return StopReason.STOP, step.done
+            if len(trajectory.turns) == self._limits.max_turns:
+                return StopReason.LENGTH, False
+            observation = self._chat.reply(step.messages, after=turn)
+            if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
+                return StopReason.LENGTH, False
+            trajectory.observe(observation)

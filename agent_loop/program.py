@@ -1,0 +1,241 @@
+"""A rollout by an agent program, which calls the model over HTTP and is trained unchanged.
+
+    async def agent(prompt, access):
+        client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
+        answer = await client.chat.completions.create(model=access.model, messages=[...])
+        return 1.0 if prompt.target["answer"] in answer.choices[0].message.content else 0.0
+
+The program sees one slow answer where new weights, aborts or the death of a replica interrupt it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agent_loop.chat import Chat
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.reward import Completion, Reward, Score, score_in_time
+from agent_loop.session import AgentSession, TurnReader
+from agent_loop.user_errors import describe_error
+from message_queue.tokens import StopReason
+from message_queue.trajectory import Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelAccess:
+    """What an agent program needs to call the model."""
+
+    base_url: str
+    """For clients of OpenAI's and of Anthropic's API."""
+    api_key: str
+    """Key of this session alone."""
+    model: str
+    """Model name."""
+
+
+Program = Callable[[Prompt, ModelAccess], Awaitable[Any]]
+"""Runs one rollout. Returns the reward, or None if the session or the task gives it."""
+
+
+async def external(prompt: Prompt, model: ModelAccess) -> None:
+    """Stands for an agent outside of the run, which opens the session with `POST /sessions` and ends it."""
+    raise NotImplementedError("a session is offered to agents outside of the run, and no program runs")
+
+
+def command(*arguments: str) -> Program:
+    """A program in a process of its own, such as `command("python", "agent.py")`.
+
+    It reads the prompt from its standard input, `{"messages": [{"role": ..., "content": ...}], "target": {...}}`. The
+    clients of OpenAI and Anthropic find base URL and key in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+    `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`); `MODEL` is the name of the model. If the last line of its output is a
+    number, that is the reward. The process and all that it started end with the rollout.
+
+    Args:
+        arguments: path or name of the program, and its arguments.
+    """
+
+    async def run(prompt: Prompt, access: ModelAccess) -> float | None:
+        url, key = access.base_url, access.api_key
+        process = await asyncio.create_subprocess_exec(
+            *arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env=os.environ
+            | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
+            | {"MODEL": access.model},
+        )
+        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        given = json.dumps({"messages": messages, "target": dict(prompt.target)})
+        try:
+            output, errors = await process.communicate(given.encode())
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode != 0:
+            end = errors.decode(errors="replace").strip()[-MAX_ERROR:]
+            raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}: {end}")
+        try:
+            return float(output.split(b"\n")[-2 if output.endswith(b"\n") else -1])
+        except (ValueError, IndexError):
+            return None
+
+    return run
+
+
+MAX_ERROR = 500  # characters of the error output of a program in an error
+
+
+class Gateway(Protocol):
+    """Serves sessions to agent programs over HTTP."""
+
+    def serve(self, session: AgentSession) -> AbstractAsyncContextManager[ModelAccess]:
+        """Context in which a program can make the calls of a session; the session ends with it."""
+        ...
+
+    async def offer(self, session: AgentSession, prompt: Prompt) -> None:
+        """Return when an agent outside of the run has opened a session that is being served."""
+        ...
+
+
+class ProgramLoop:
+    """An AgentLoop that runs a program.
+
+    The reward is what the program returns, else what was reported to the session (the sum over agents), else that of
+    `reward`.
+
+    `Trajectory.info` has
+        turns: answered model calls;
+        paths: conversations that the calls made;
+        retries: retries that got the answer of their first call;
+        aborts: decodes that were resumed;
+        refused_answers: answers of the engine that were refused, each asked for again;
+        reward/NAME: parts of the reward, or what was reported for each agent.
+
+    A rollout that is resumed after a restart starts over: the state of its program is gone.
+
+    Args:
+        program: runs one rollout; `external` for agents outside of the run.
+        gateway: serves the model calls.
+        read: reads sampled turns.
+        reward: of the task; None if the program or the session gives each reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        gateway: Gateway,
+        engine: Engine,
+        chat: Chat,
+        read: TurnReader,
+        reward: Reward | None,
+        limits: TurnLimits,
+        sampling: SamplingConfig,
+    ) -> None:
+        self._program = program
+        self._gateway = gateway
+        self._engine = engine
+        self._chat = chat
+        self._read = read
+        self._reward = reward
+        self._limits = limits
+        self._sampling = sampling
+
+    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
+        """Fill and close `trajectory`; see AgentLoop.run."""
+        if trajectory.turns:
+            raise StateLostError("the agent program ended with its process, and cannot continue in the middle")
+        calls = AgentSession(
+            trajectory,
+            engine=self._engine,
+            chat=self._chat,
+            read=self._read,
+            limits=self._limits,
+            sampling=self._sampling,
+            name=session,
+            cache_salt=cache_salt,
+        )
+        async with self._gateway.serve(calls) as access:
+            returned = await self._result(prompt, access, calls)
+        if calls.stop_reason is None:
+            raise RolloutError(f"the agent program of prompt {prompt.index} made no model call")
+        stop_reason = StopReason.LENGTH if calls.is_full else calls.stop_reason
+        score = await self._score(prompt, returned, calls, stop_reason)
+        info = {
+            "turns": float(calls.counts.calls),
+            "paths": float(len(trajectory.paths)),
+            "retries": float(calls.counts.retries),
+            "aborts": float(calls.counts.aborts),
+            "refused_answers": float(calls.counts.refused),
+            **{f"reward/{name}": value for name, value in score.parts.items()},
+        }
+        trajectory.close(stop_reason=stop_reason, reward=score.value, info=info)
+
+    async def _result(self, prompt: Prompt, access: ModelAccess, calls: AgentSession) -> Any:
+        """What the program returns; None if it failed because the limits of the rollout left it no call.
+
+        Raises:
+            RolloutError: the program failed, or did not end in time.
+            EngineError: the engines cannot serve.
+        """
+        if self._program is external:
+            await self._gateway.offer(calls, prompt)
+            running = asyncio.ensure_future(calls.ended.wait())
+        else:
+            running = asyncio.ensure_future(self._program(prompt, access))
+        failed = asyncio.create_task(calls.until_failed())
+        try:
+            async with asyncio.timeout(self._limits.agent_timeout_s):
+                await asyncio.wait((running, failed), return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError as error:
+            raise RolloutError(
+                f"the agent program of prompt {prompt.index} did not end in {self._limits.agent_timeout_s:g} s "
+                "(rollout.limits.agent_timeout_s)"
+            ) from error
+        finally:
+            failed.cancel()
+            if not running.done():
+                running.cancel()
+                await asyncio.wait((running,))
+        if calls.failure is not None:
+            raise calls.failure
+        try:
+            return None if self._program is external else running.result()
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RolloutError(f"the agent program of prompt {prompt.index} failed: {describe_error(error)}") from error
+
+    async def _score(self, prompt: Prompt, returned: Any, calls: AgentSession, stop_reason: StopReason) -> Score:
+        if returned is None and not calls.rewards and self._reward is not None:
+            completion = Completion(
+                turns=(calls.messages[-1].content,),
+                stop_reason=stop_reason,
+                messages=calls.messages,
+            )
+            return await score_in_time(
+                self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
+            )
+        if returned is None and not calls.rewards:
+            raise RolloutError(
+                f"the rollout of prompt {prompt.index} has no reward; return it from the program, report it to the "
+                "session, or give Task(rewards=...)"
+            )
+        parts = {agent: value for agent, value in calls.rewards.items() if agent}
+        value = sum(calls.rewards.values()) if returned is None else returned
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise RolloutError(f"the reward of prompt {prompt.index} is {value!r}; rewards are finite numbers")
+        return Score(float(value), parts)

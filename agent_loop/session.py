@@ -1,0 +1,491 @@
+"""The model calls of one agent program, as paths of one trajectory. Sampled tokens are never tokenized again.
+
+A call has the whole conversation. It attaches to the deepest answer that its conversation starts with, and the messages
+after that answer become the observation of a new turn:
+
+    call                                            path    turn    shared with path 0
+    user A                          -> answer 1     0       0
+    user A, answer 1, user B        -> answer 2     0       1
+    user A, answer 1, user C        -> answer 3     1       1       turn 0
+    user A, changed answer, user B  -> answer 4     2       0       nothing
+    system S, user A                -> answer 5     3       0       nothing
+
+Two messages are equal if role, text, reasoning, author and calls are; arguments of calls are compared as JSON values,
+and ids of calls are not compared. An answer that a limit cut is not extended; its tokens become context of another
+path. An answer of this session in a conversation that was rewritten around it keeps its sampled tokens, as context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import ChatTemplateError
+from agent_loop.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
+from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
+from agent_loop.engine import Engine, EngineError, SamplingConfig
+from agent_loop.loop import Message, RolloutError, ToolUse, TurnLimits
+from message_queue.tokens import Int32Array, StopReason
+from message_queue.trajectory import Trajectory, Turn
+
+T = TypeVar("T")
+
+
+class SessionEnded(Exception):
+    """The session has ended; no call is served any more."""
+
+
+class SessionFailed(Exception):
+    """The rollout failed; the call has no answer."""
+
+
+class CallRefused(Exception):
+    """The call cannot be served as it is; the text says why."""
+
+
+class ContextFull(CallRefused):
+    """The conversation leaves no token to sample.
+
+    Args:
+        prompt_tokens: tokens of the conversation.
+        max_tokens: bound on them and the answer.
+    """
+
+    def __init__(self, *, prompt_tokens: int, max_tokens: int) -> None:
+        super().__init__(
+            f"the conversation has {prompt_tokens} tokens and rollout.limits.max_tokens is {max_tokens}; shorten it"
+        )
+        self.prompt_tokens = prompt_tokens
+        self.max_tokens = max_tokens
+
+
+class ReadTurn(NamedTuple):
+    """A sampled turn as the agent sees it."""
+
+    content: str
+    """Text without reasoning and calls."""
+    reasoning: str | None
+    """Reasoning before the text; None if there is none."""
+    calls: tuple[tuple[str, str], ...]
+    """(name of the tool, JSON text of the arguments object) of each well-formed call."""
+
+
+TurnReader = Callable[[Int32Array, Int32Array], ReadTurn]
+"""Reads a turn: sampled tokens [n] and the observation [m] before them."""
+
+
+class _Answer(NamedTuple):
+    """A finished answer."""
+
+    path: Trajectory
+    """Path that sampled it."""
+    turns: int
+    """Turns of the path up to the answer, included."""
+    reason: StopReason
+    """Why it ended: STOP, TOOL_CALL or LENGTH."""
+
+    @property
+    def turn(self) -> Turn:
+        return self.path.turns[self.turns - 1]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the path up to the answer, included."""
+        return sum(len(turn.observation) + turn.num_sampled for turn in self.path.turns[: self.turns])
+
+
+class _Place(NamedTuple):
+    """Place of a call in the tree."""
+
+    before: _Answer | None
+    """Answer that the call continues; None for a path of its own."""
+    observation: Int32Array
+    """int32 [n], tokens of the turn that no policy sampled."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the path up to the start of the answer."""
+        return len(self.observation) + (0 if self.before is None else self.before.length)
+
+
+@dataclass(slots=True)
+class SessionCounts:
+    """Figures of a session."""
+
+    calls: int = 0
+    """Answered model calls."""
+    retries: int = 0
+    """Retries of a client that got the answer of their first call."""
+    aborts: int = 0
+    """Decodes that were resumed."""
+    refused: int = 0
+    """Answers of the engine that broke the contract, each asked for again."""
+
+
+class AgentSession:
+    """One rollout of an agent program.
+
+    Args:
+        trajectory: an empty one; the session adds its paths and does not close it.
+        chat: of the task; tools and stop strings come with each call.
+        read: reads sampled turns.
+        name: of the rollout, unique in the run, without "#".
+        cache_salt: see `agent_loop.loop.AgentLoop.run`.
+
+    Attributes:
+        counts: figures so far.
+        rewards: agent -> its reward; "" is the whole session.
+        messages: conversation of the newest answer, that answer included; of a call with tokens only the answer.
+        stop_reason: of the newest answer; None before the first.
+        is_full: whether a call was refused because the limits of the rollout leave none.
+        ended: set when no call is served any more.
+        failure: error of a rollout that cannot be finished; None if there is none.
+    """
+
+    def __init__(
+        self,
+        trajectory: Trajectory,
+        *,
+        engine: Engine,
+        chat: Chat,
+        read: TurnReader,
+        limits: TurnLimits,
+        sampling: SamplingConfig,
+        name: str,
+        cache_salt: str,
+    ) -> None:
+        self.name = name
+        self.counts = SessionCounts()
+        self.rewards: dict[str, float] = {}
+        self.messages: tuple[Message, ...] = ()
+        self.stop_reason: StopReason | None = None
+        self.failure: EngineError | RolloutError | None = None
+        self._trajectory = trajectory
+        self._engine = engine
+        self._chat = chat
+        self._read = read
+        self._limits = limits
+        self._sampling = sampling
+        self._cache_salt = cache_salt
+        self.is_full = False
+        self.ended = asyncio.Event()
+        self._failed = asyncio.Event()
+        self._num_calls = 0
+        self._in_flight: dict[bytes, asyncio.Task[_Answer]] = {}
+        self._answers: dict[bytes, _Answer] = {}
+        """Key of a conversation or of tokens that end with an answer -> that answer, if it may be extended."""
+        self._lengths: set[int] = set()
+        """Tokens of the paths up to each of these answers."""
+        self._sampled: dict[bytes, _Answer] = {}
+        """Key of an answer's message -> the newest such answer."""
+        self._recorded: dict[bytes, _Answer] = {}
+        """Key of a call -> its answer, for retries."""
+
+    # ---- calls
+
+    async def answer(self, request: ChatRequest) -> ChatAnswer:
+        """Sample an answer, across all interruptions. A retry gets the answer of its first call.
+
+        The call is finished even if the caller is cancelled, so that a retry finds its answer.
+
+        Raises:
+            SessionEnded: the session has ended, or ends before the answer.
+            SessionFailed: the rollout failed.
+            CallRefused: the call cannot be served; nothing is changed.
+        """
+        chat = self._chat_of(request)
+        conversation = _conversation_keys(request)
+        key = _key(conversation[-1].hex(), str(request.max_tokens), *request.stop)
+        answer = await self._once(
+            _key("call", request.idempotency_key) if request.idempotency_key else key,
+            is_retry=request.is_retry or request.idempotency_key is not None,
+            make=lambda: self._answer(request, chat, conversation),
+        )
+        return self._chat_answer(answer, chat, request)
+
+    async def generate(self, request: TokenRequest) -> TokenAnswer:
+        """Sample tokens after a prompt of tokens. It attaches to the longest run of whole turns that it starts with.
+
+        Raises:
+            SessionEnded, SessionFailed, CallRefused: see `answer`.
+        """
+        tokens = np.asarray(request.token_ids, np.int32)
+        key = _key(_tokens_key(tokens).hex(), str(request.max_tokens), str(request.stop_token_ids))
+        answer = await self._once(
+            _key("call", request.idempotency_key) if request.idempotency_key else key,
+            is_retry=request.is_retry or request.idempotency_key is not None,
+            make=lambda: self._generate(request, tokens),
+        )
+        return self._token_answer(answer, request)
+
+    def count_tokens(self, request: ChatRequest) -> int:
+        """Tokens of the prompt of a call.
+
+        Raises:
+            CallRefused: the call cannot be served.
+        """
+        place = self._place(request, self._chat_of(request), _conversation_keys(request))
+        return place.length
+
+    def reward(self, value: float | Mapping[str, float]) -> None:
+        """Set the reward of the whole session, or that of each named agent; a later one replaces it.
+
+        Raises:
+            SessionEnded: the session has ended.
+        """
+        self._require_open()
+        self.rewards |= value if isinstance(value, Mapping) else {"": value}
+
+    def end(self) -> None:
+        """End the session; calls in flight end with SessionEnded. Idempotent."""
+        self.ended.set()
+        for task in self._in_flight.values():
+            task.cancel()
+
+    async def close(self) -> None:
+        """End the session, and return when none of its calls is in flight."""
+        self.end()
+        if tasks := list(self._in_flight.values()):
+            await asyncio.wait(tasks)
+
+    async def until_failed(self) -> None:
+        """Return when the session has its `failure`."""
+        await self._failed.wait()
+
+    # ---- inside
+
+    def _require_open(self) -> None:
+        if self.ended.is_set():
+            raise SessionEnded(f"session {self.name} has ended")
+        if self.failure is not None:
+            raise SessionFailed(f"session {self.name} failed")
+
+    async def _once(self, key: bytes, *, is_retry: bool, make: Callable[[], Coroutine[Any, Any, _Answer]]) -> _Answer:
+        """Answer a call, or join the one that it repeats."""
+        self._require_open()
+        if is_retry and key in self._recorded:
+            self.counts.retries += 1
+            return self._recorded[key]
+        task = self._in_flight.get(key) if is_retry else None
+        if task is None:
+            task = self._in_flight[key] = asyncio.create_task(make())
+            task.add_done_callback(lambda ended: self._settle(key, ended))
+        else:
+            self.counts.retries += 1
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise SessionEnded(f"session {self.name} has ended") from None
+            raise
+
+    def _settle(self, key: bytes, task: asyncio.Task[_Answer]) -> None:
+        if self._in_flight.get(key) is task:
+            del self._in_flight[key]
+        if not task.cancelled() and task.exception() is None:
+            self._recorded[key] = task.result()
+
+    async def _answer(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Answer:
+        place = self._place(request, chat, conversation)
+        answer = await self._decode(place, max_tokens=request.max_tokens, find_stop=chat.find_stop)
+        message = self._chat_answer(answer, chat, request).message
+        self._sampled[_message_key(message)] = answer
+        if answer.reason is not StopReason.LENGTH:
+            self._answers[_after(conversation[-1], message)] = answer
+        self.messages = (*request.messages, message)
+        return answer
+
+    async def _generate(self, request: TokenRequest, tokens: Int32Array) -> _Answer:
+        place = self._token_place(tokens)
+        answer = await self._decode(place, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
+        self.messages = (Message(role="assistant", content=self._chat.text(sampled_tokens(answer.turn))),)
+        return answer
+
+    async def _decode(
+        self,
+        place: _Place,
+        *,
+        max_tokens: int | None,
+        stop_ids: tuple[int, ...] = (),
+        find_stop: FindStop | None = None,
+    ) -> _Answer:
+        """Open a turn and sample it.
+
+        Raises:
+            CallRefused: it leaves no token to sample, or the session has no call left; nothing is changed.
+            SessionFailed: the rollout failed.
+        """
+        held = place.length
+        self.is_full |= self._num_calls == self._limits.max_turns or self._limits.turn_budget(held) < 1
+        if self._num_calls == self._limits.max_turns:
+            raise CallRefused(
+                f"the session has made {self._num_calls} model calls, and rollout.limits.max_turns is "
+                f"{self._limits.max_turns}; end it"
+            )
+        if self._limits.turn_budget(held) < 1:
+            raise ContextFull(prompt_tokens=held, max_tokens=self._limits.max_tokens)
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        path = self._path(place.before)
+        path.observe(place.observation)
+        turns = len(path.turns)
+        decoder = SegmentDecoder(
+            self._engine,
+            sampling=self._sampling,
+            stop_token_ids=(*self._chat.stop_token_ids, *stop_ids),
+            session=self.name if not path.path else f"{self.name}-p{path.path}",  # rows that a path forces are its own
+            cache_salt=self._cache_salt,
+            limits=self._limits,
+            find_stop=find_stop,
+            call=call,
+        )
+        budget = budget_left(path, self._limits)
+        try:
+            reason = await decoder.decode(path, max_new_tokens=min(budget, max_tokens or budget))
+        except (EngineError, RolloutError) as error:
+            self.failure = self.failure or error
+            self._failed.set()
+            raise SessionFailed(f"session {self.name} failed") from error
+        finally:
+            self.counts.aborts += decoder.num_aborts
+            self.counts.refused += decoder.num_refused
+        self.counts.calls += 1
+        self.stop_reason = reason
+        answer = _Answer(path, turns, reason)
+        if reason is not StopReason.LENGTH:
+            self._lengths.add(answer.length)
+            self._answers[_tokens_key(path.token_ids()[: answer.length])] = answer
+        return answer
+
+    def _path(self, before: _Answer | None) -> Trajectory:
+        """The path on which a call continues: that of the answer if it ends there, else a new one."""
+        if before is None:
+            return self._trajectory.fork(turns=0) if self._trajectory.turns else self._trajectory
+        return before.path if len(before.path.turns) == before.turns else before.path.fork(turns=before.turns)
+
+    def _chat_of(self, request: ChatRequest) -> Chat:
+        try:
+            return self._chat.variant(tools=request.tools, stop_strings=request.stop)
+        except ChatTemplateError as error:
+            raise CallRefused(str(error)) from error
+
+    def _place(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Place:
+        """Where a call attaches.
+
+        Raises:
+            CallRefused: the last message is the assistant's, or the chat template refuses the conversation.
+        """
+        if request.messages[-1].role == "assistant":
+            raise CallRefused("the last message is of the assistant; a sampled turn cannot be started by the agent")
+        held = range(len(request.messages), 0, -1)
+        known = next((count for count in held if conversation[count] in self._answers), 0)
+        rest = request.messages[known:]
+        found = ((i, self._sampled.get(_message_key(m))) for i, m in enumerate(rest) if m.role == "assistant")
+        sampled = {i: sampled_tokens(answer.turn) for i, answer in found if answer is not None}
+        try:
+            if not known:
+                return _Place(None, chat.prompt(rest, sampled=sampled))
+            before = self._answers[conversation[known]]
+            return _Place(before, chat.reply(rest, after=sampled_tokens(before.turn), sampled=sampled))
+        except ChatTemplateError as error:
+            raise CallRefused(str(error)) from error
+        except Exception as error:  # a template is foreign code, and raises what it likes
+            raise CallRefused(f"the chat template refuses the conversation: {error}") from error
+
+    def _token_place(self, tokens: Int32Array) -> _Place:
+        """Where a prompt of tokens attaches: to the longest path up to an answer that it starts with."""
+        for length in sorted(self._lengths, reverse=True):
+            if length <= len(tokens) and (before := self._answers.get(_tokens_key(tokens[:length]))) is not None:
+                return _Place(before, tokens[length:])
+        return _Place(None, tokens)
+
+    def _chat_answer(self, answer: _Answer, chat: Chat, request: ChatRequest) -> ChatAnswer:
+        """An answer in the words of the agent."""
+        tokens = sampled_tokens(answer.turn)
+        read = self._read(tokens, answer.turn.observation)
+        content, stop_text = read.content, None
+        if answer.reason is StopReason.STOP and not chat.ends_turn(tokens):
+            content, stop_text = _before_stop(read.content, request.stop)
+        number = self._trajectory.paths.index(answer.path)
+        calls = tuple(
+            ToolUse(id=f"call_{number}_{answer.turns}_{index}", name=name, arguments=arguments)
+            for index, (name, arguments) in enumerate(read.calls)
+        )
+        finish: Finish = "length" if answer.reason is StopReason.LENGTH else "tool_calls" if calls else "stop"
+        return ChatAnswer(
+            message=Message(role="assistant", content=content, reasoning=read.reasoning, tool_calls=calls),
+            finish=finish,
+            stop_text=stop_text,
+            prompt_tokens=answer.length - len(tokens),
+            cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
+            completion_tokens=len(tokens),
+            token_ids=tuple(tokens.tolist()),
+            logprobs=_logprobs(answer.turn),
+        )
+
+    def _token_answer(self, answer: _Answer, request: TokenRequest) -> TokenAnswer:
+        tokens = sampled_tokens(answer.turn)
+        last = int(tokens[-1])
+        return TokenAnswer(
+            token_ids=tuple(tokens.tolist()),
+            logprobs=_logprobs(answer.turn),
+            finish="length" if answer.reason is StopReason.LENGTH else "stop",
+            stop_token_id=last if last in request.stop_token_ids else None,
+            cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
+        )
+
+
+def _logprobs(turn: Turn) -> tuple[float, ...]:
+    return tuple(value for segment in turn.segments for value in segment.logprobs.tolist())
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the stop string that is complete first, and that string."""
+    found = min(((text.find(stop) + len(stop), stop) for stop in stops if stop in text), default=None)
+    return (text, None) if found is None else (text[: found[0] - len(found[1])], found[1])
+
+
+# ---- keys
+
+
+def _conversation_keys(request: ChatRequest) -> list[bytes]:
+    """Key of the conversation without messages, then after each message."""
+    tools = json.dumps(request.tools, sort_keys=True, default=dict)
+    keys = [_key(request.agent, tools)]
+    for message in request.messages:
+        keys.append(_after(keys[-1], message))
+    return keys
+
+
+def _after(conversation: bytes, message: Message) -> bytes:
+    """Key of a conversation with one more message."""
+    return _key(conversation.hex(), _message_key(message).hex())
+
+
+def _message_key(message: Message) -> bytes:
+    calls = [(call.name, _canonical(call.arguments)) for call in message.tool_calls]
+    fields = (message.role, message.content, message.reasoning or "", message.name or "", json.dumps(calls))
+    return _key(*fields)
+
+
+def _canonical(arguments: str) -> str:
+    """Equal for texts of equal JSON values."""
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _tokens_key(tokens: Int32Array) -> bytes:
+    return _key("tokens", hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest())
+
+
+def _key(*parts: str) -> bytes:
+    """Hash of texts; different lists of texts have different hashes."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()

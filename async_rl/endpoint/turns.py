@@ -1,0 +1,41 @@
+"""Reads sampled turns: text, reasoning and tool calls, by the parsers of the package `renderers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from renderers import DefaultRendererConfig, create_renderer
+from renderers.base import ParsedResponse, ToolCallParseStatus
+
+from agent_loop.control_tokens import Tokenizer
+from agent_loop.session import ReadTurn, TurnReader
+from message_queue.tokens import Int32Array
+
+TOOL_PARSERS = {"glm4_moe": "glm", "deepseek_v3": "deepseek-v3"}
+"""Model family -> parser; other families write calls as Qwen3 does: `<tool_call>{"name": ..., "arguments": ...}`."""
+
+
+def turn_reader(tokenizer: Tokenizer, *, family: str) -> TurnReader:
+    """The reader of a model's turns. A call that is not well formed stays in the text.
+
+    Args:
+        family: `model_type` of the checkpoint's config.
+    """
+    config: Any = DefaultRendererConfig(tool_parser=TOOL_PARSERS.get(family, "qwen3"), reasoning_parser="think")
+    renderer = create_renderer(tokenizer, config)  # type: ignore[arg-type]
+
+    def read(turn: Int32Array, observation: Int32Array) -> ReadTurn:
+        ids = turn.tolist()
+        parsed: ParsedResponse = renderer.parse_response(ids, prompt_ids=observation.tolist())
+        content, calls = parsed.content, list[tuple[str, str]]()
+        for call in parsed.tool_calls:
+            if call.status is ToolCallParseStatus.OK and call.name is not None:
+                arguments = call.arguments if isinstance(call.arguments, dict) else {}
+                calls.append((call.name, json.dumps(arguments, ensure_ascii=False)))
+            else:
+                start, end = call.token_span or (0, 0)
+                content += tokenizer.decode(ids[start:end], skip_special_tokens=False) or call.raw
+        return ReadTurn(content, parsed.reasoning_content, tuple(calls))
+
+    return read

@@ -1,0 +1,1 @@
+"""Agent programs that call the model over HTTP."""

@@ -1,0 +1,1 @@
+"""Environments behind a server of the package openenv-core."""

@@ -1,0 +1,286 @@
+"""Agent programs with the clients that people use, through the endpoint and the agent loop, on a fake engine."""
+
+import asyncio
+import json
+import sys
+
+import aiohttp
+import anthropic
+import openai
+import psutil
+import pytest
+
+from agent_loop.chat import Chat
+from agent_loop.engine import EngineError, SamplingConfig
+from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.program import ProgramLoop, command, external
+from async_rl.endpoint.config import EndpointConfig
+from async_rl.endpoint.host import Sessions
+from async_rl.endpoint.turns import turn_reader
+from message_queue.tokens import StopReason
+from message_queue.trajectory import Trajectory
+from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+from tests.agent_loop.test_session import Answers, check_exact
+from tests.helpers.fakes import SPEC, FakeEngine, FakeReward, Interruption
+
+TOKENIZER = build_tokenizer()
+PROMPT = Prompt(index=3, messages=(Message(role="user", content="1+2"),), target={"answer": "3"})
+LIMITS = TurnLimits(max_turns=8, max_tokens=400, generate_timeout_s=5.0, agent_timeout_s=10.0)
+ASK = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": 2}}</tool_call>'
+SCRIPT = Answers(**{"tool_response": "3", "1+2": ASK})
+ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.fixture
+async def sessions():
+    host = Sessions(EndpointConfig())
+    yield host
+    await host.close()
+
+
+def make_loop(program, sessions, engine, *, reward=None, limits=LIMITS):
+    return ProgramLoop(
+        program=program,
+        gateway=sessions,
+        engine=engine,
+        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN, stop_tokens=(PAD, TURN_START)),
+        read=turn_reader(TOKENIZER, family="qwen3_moe"),
+        reward=reward,
+        limits=limits,
+        sampling=SamplingConfig(),
+    )
+
+
+async def roll(program, sessions, *, engine=None, **options):
+    engine = engine or FakeEngine(SCRIPT)
+    trajectory = Trajectory(routing=SPEC)
+    loop = make_loop(program, sessions, engine, **options)
+    await loop.run(PROMPT, trajectory=trajectory, session="g0-t0", cache_salt="v0")
+    check_exact(trajectory, engine)
+    return trajectory
+
+
+async def with_openai(prompt, access):
+    async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        tools = [{"type": "function", "function": ADD}]
+        while True:
+            answer = await client.chat.completions.create(model=access.model, messages=messages, tools=tools)
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return float(message.content == prompt.target["answer"])
+            for call in message.tool_calls:
+                arguments = json.loads(call.function.arguments)
+                result = str(arguments["x"] + arguments["y"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+async def with_responses(prompt, access):
+    async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
+        items = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        while True:
+            answer = await client.responses.create(
+                model=access.model, input=items, tools=[{"type": "function", **ADD, "strict": False}]
+            )
+            items += answer.output
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                return float(answer.output_text == prompt.target["answer"])
+            for call in calls:
+                arguments = json.loads(call.arguments)
+                result = str(arguments["x"] + arguments["y"])
+                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+
+
+async def with_anthropic(prompt, access):
+    async with anthropic.AsyncAnthropic(base_url=access.base_url, api_key=access.api_key) as client:
+        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
+        tool = {"name": "add", "description": "adds", "input_schema": ADD["parameters"]}
+        while True:
+            async with client.messages.stream(
+                model=access.model, max_tokens=100, messages=messages, tools=[tool]
+            ) as stream:
+                answer = await stream.get_final_message()
+            messages.append({"role": "assistant", "content": answer.content})
+            calls = [block for block in answer.content if block.type == "tool_use"]
+            if not calls:
+                return float(answer.content[0].text == prompt.target["answer"])
+            results = [
+                {"type": "tool_result", "tool_use_id": c.id, "content": str(c.input["x"] + c.input["y"])} for c in calls
+            ]
+            messages.append({"role": "user", "content": results})
+
+
+PROGRAMS = [with_openai, with_responses, with_anthropic]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_program_of_each_api_extends_one_path_and_gives_the_reward(program, sessions):
+    trajectory = await roll(program, sessions)
+    assert len(trajectory.paths) == 1 and len(trajectory.turns) == 2
+    assert (trajectory.reward, trajectory.stop_reason) == (1.0, StopReason.STOP)
+    assert trajectory.info["turns"] == 2 and trajectory.info["paths"] == 1
+    text = TOKENIZER.decode(trajectory.token_ids().tolist())
+    assert ASK in text and "<tool_response>\n3\n</tool_response>" in text
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+async def test_program_sees_one_answer_across_new_weights(program, sessions):
+    engine = FakeEngine(SCRIPT, interruptions=[Interruption(after=5, load=1), None, Interruption(after=1, load=2)])
+    trajectory = await roll(program, sessions, engine=engine)
+    assert trajectory.reward == 1.0 and trajectory.info["aborts"] == 2
+    assert {segment.weights.version for segment in trajectory.segments} == {0, 1, 2}
+
+
+async def test_reward_of_the_task_sees_the_conversation_if_the_program_gives_none(sessions):
+    reward = FakeReward(value=0.5)
+
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+
+    trajectory = await roll(program, sessions, reward=reward)
+    assert trajectory.reward == 0.5
+    (completion,) = reward.seen
+    assert [m.role for m in completion.messages] == ["user", "assistant", "tool", "assistant"]
+    assert completion.text == "3"
+
+
+async def test_rewards_of_agents_are_summed_and_noted(sessions):
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+        headers = {"Authorization": f"Bearer {access.api_key}"}
+        async with aiohttp.ClientSession(access.base_url, headers=headers) as client:
+            for body in ({"reward": {"planner": 1.0}}, {"reward": {"planner": 0.25, "solver": 0.5}}):
+                async with client.post("/sessions/g0-t0/reward", json=body) as answer:
+                    assert answer.status == 200
+
+    trajectory = await roll(program, sessions)
+    assert trajectory.reward == 0.75
+    assert (trajectory.info["reward/planner"], trajectory.info["reward/solver"]) == (0.25, 0.5)
+
+
+async def test_late_call_and_the_key_of_another_session_are_refused(sessions):
+    kept = []
+
+    async def program(prompt, access):
+        kept.append(access)
+        return await with_openai(prompt, access)
+
+    async def keep_open(prompt, access):
+        with pytest.raises(openai.ConflictError):
+            await with_openai(prompt, kept[0])
+        with pytest.raises(openai.AuthenticationError):
+            await with_openai(prompt, type(access)(base_url=access.base_url, api_key="sk-no", model=access.model))
+        return await with_openai(prompt, access)
+
+    await roll(program, sessions)
+    await roll(keep_open, sessions)
+
+
+@pytest.mark.parametrize("how", ["raises", "no reward", "no call", "late"])
+async def test_program_that_fails_is_a_failed_rollout_with_a_reason(how, sessions):
+    async def program(prompt, access):
+        if how == "no call":
+            return 1.0
+        await with_openai(prompt, access)
+        if how == "raises":
+            raise KeyError("oops")
+        if how == "late":
+            await asyncio.Event().wait()
+
+    text = {"raises": "KeyError", "no reward": "no reward", "no call": "no model call", "late": "agent_timeout_s"}[how]
+    limits = TurnLimits(max_turns=8, max_tokens=400, agent_timeout_s=0.5 if how == "late" else 10.0)
+    with pytest.raises(RolloutError, match=text):
+        await roll(program, sessions, limits=limits)
+
+
+async def test_failure_of_the_engines_ends_the_program_and_is_no_failed_rollout(sessions):
+    ended = asyncio.Event()
+
+    async def program(prompt, access):
+        try:
+            await with_openai(prompt, access)
+        finally:
+            ended.set()
+
+    with pytest.raises(EngineError, match="no engine"):
+        await roll(program, sessions, engine=FakeEngine(SCRIPT, fail=lambda _request: EngineError("no engine")))
+    assert ended.is_set()
+
+
+async def test_rollout_that_was_interrupted_starts_over(sessions):
+    trajectory = Trajectory(routing=SPEC)
+    loop = make_loop(with_openai, sessions, FakeEngine(SCRIPT))
+    await loop.run(PROMPT, trajectory=trajectory, session="g0-t0", cache_salt="v0")
+    with pytest.raises(StateLostError):
+        await loop.run(PROMPT, trajectory=trajectory, session="g0-t0", cache_salt="v0")
+
+
+async def test_agent_outside_of_the_run_opens_a_session_when_a_rollout_waits(sessions):
+    rolling = asyncio.create_task(roll(external, sessions))
+    headers = {"Authorization": f"Bearer {sessions.run_key}"}
+    base_url = await sessions._start()
+    async with aiohttp.ClientSession(base_url, headers=headers) as client:
+        while True:
+            async with client.post("/sessions", json={}) as answer:
+                if answer.status == 201:
+                    opened = await answer.json()
+                    break
+                assert answer.status == 429 and float(answer.headers["Retry-After"]) > 0
+            await asyncio.sleep(0)
+        assert opened["prompt"] == {"messages": [{"role": "user", "content": "1+2"}], "target": {"answer": "3"}}
+        async with client.post("/sessions", json={}) as answer:
+            assert answer.status == 429
+    access = type("Access", (), {**opened, "model": "policy"})
+    await with_openai(PROMPT, access)
+    async with aiohttp.ClientSession(base_url, headers={"x-api-key": opened["api_key"]}) as client:
+        await client.post(f"/sessions/{opened['id']}/reward", json={"reward": 0.25})
+        await client.post(f"/sessions/{opened['id']}/end", json={})
+    assert (await rolling).reward == 0.25
+
+
+# ---- programs in a process of their own
+
+CALL = """
+import json, os, sys
+import openai
+prompt = json.load(sys.stdin)
+client = openai.OpenAI()
+answer = client.chat.completions.create(model=os.environ["MODEL"], messages=prompt["messages"])
+assert answer.choices[0].message.tool_calls
+"""
+
+
+@pytest.mark.parametrize(("end", "reward"), [("print('done')\nprint(0.75)", 0.75), ("print('done')", 0.5)])
+async def test_command_makes_calls_and_may_print_the_reward(end, reward, sessions, tmp_path):
+    (tmp_path / "agent.py").write_text(CALL + end)
+    program = command(sys.executable, str(tmp_path / "agent.py"))
+    trajectory = await roll(program, sessions, reward=FakeReward(value=0.5))
+    assert trajectory.reward == reward and trajectory.info["turns"] == 1
+
+
+async def test_command_that_fails_names_its_error(sessions, tmp_path):
+    (tmp_path / "agent.py").write_text(CALL + "raise KeyError('oops')")
+    with pytest.raises(RolloutError, match="KeyError: 'oops'"):
+        await roll(command(sys.executable, str(tmp_path / "agent.py")), sessions)
+
+
+async def test_command_ends_with_all_that_it_started(sessions, tmp_path):
+    noted = tmp_path / "pid"
+    start = (
+        "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+        f"print(child.pid, file=open({str(noted)!r}, 'w'), flush=True)\nchild.wait()\n"
+    )
+    (tmp_path / "agent.py").write_text(CALL + start)
+    limits = TurnLimits(max_turns=8, max_tokens=400, generate_timeout_s=60.0)
+    rolling = asyncio.create_task(roll(command(sys.executable, str(tmp_path / "agent.py")), sessions, limits=limits))
+    while not (noted.exists() and noted.read_text().endswith("\n")):
+        await asyncio.wait([rolling], timeout=0.01)
+        assert not rolling.done()
+    child = psutil.Process(int(noted.read_text()))
+    rolling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await rolling
+    psutil.wait_procs([child], timeout=60)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
