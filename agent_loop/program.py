@@ -217,6 +217,8 @@ class ProgramLoop:
         except RolloutError:
             raise
         except Exception as error:
+            if calls.is_full:
+                return None  # a program may raise when its conversation is cut off
             raise RolloutError(f"the agent program of prompt {prompt.index} failed: {describe_error(error)}") from error
 
     async def _score(self, prompt: Prompt, returned: Any, calls: AgentSession, stop_reason: StopReason) -> Score:

@@ -195,6 +195,12 @@ async def test_program_that_fails_is_a_failed_rollout_with_a_reason(how, session
         await roll(program, sessions, limits=limits)
 
 
+async def test_program_that_the_limits_cut_off_is_scored_with_stop_reason_length(sessions):
+    limits = TurnLimits(max_turns=1, max_tokens=400)
+    trajectory = await roll(with_openai, sessions, reward=FakeReward(value=0.25), limits=limits)
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.LENGTH, 0.25)
+
+
 async def test_failure_of_the_engines_ends_the_program_and_is_no_failed_rollout(sessions):
     ended = asyncio.Event()
 
