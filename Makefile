@@ -4,6 +4,7 @@ VENV ?= .venv
 VENV_SGLANG ?= .venv-sglang
 VENV_DOCS ?= .venv-docs
 VENV_AGENTS ?= .venv-agents
+VENV_VERIFIERS ?= .venv-verifiers
 BIN := $(VENV)/bin
 # GPU=1 sets up CUDA builds instead of CPU builds.
 GPU ?=
@@ -42,12 +43,14 @@ $(VENV_SGLANG)/.ready: requirements/sglang$(if $(GPU),-gpu).lock
 	$(VENV_SGLANG)/bin/pip install -q --no-deps -r $<
 	touch $@
 
-# Packages with agent programs, each of which is trained unchanged in tests/agents.
-setup-agents: $(VENV_AGENTS)/.ready
+# Packages with agent programs, each of which is trained unchanged in tests/agents; verifiers pins other versions.
+setup-agents: $(VENV_AGENTS)/.ready $(VENV_VERIFIERS)/.ready
 
 $(VENV_AGENTS)/.ready: requirements/agents.lock
-	$(PYTHON) -m venv $(VENV_AGENTS)
-	$(VENV_AGENTS)/bin/pip install -q --no-deps -r $<
+$(VENV_VERIFIERS)/.ready: requirements/verifiers.lock
+$(VENV_AGENTS)/.ready $(VENV_VERIFIERS)/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --no-deps -r $<
 	touch $@
 
 run: setup $(if $(findstring engine=sglang,$(ARGS)),setup-sglang)

@@ -120,7 +120,8 @@ def _choice(answer: TokenAnswer, call: Call) -> dict[str, Any]:
     logprobs = None
     if call.body["sampling_params"].get("logprobs") is not None:
         sampled = zip(answer.token_ids, answer.logprobs, strict=True)
-        each = [{"token_id": i, "logprob": p, "rank": None} for i, p in sampled]
+        # vLLM's field is `token_id`; clients of its earlier releases, such as `renderers`, read `token`.
+        each = [{"token_id": i, "token": f"token_id:{i}", "logprob": p, "rank": None} for i, p in sampled]
         logprobs = {"content": [{**token, "top_logprobs": [token]} for token in each]}
     return {
         "index": 0,

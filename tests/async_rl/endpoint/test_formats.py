@@ -300,6 +300,11 @@ def test_logprobs_are_sent_when_they_are_asked_for():
     assert [(token["token"], token["logprob"]) for token in whole] == [("token_id:5", -0.5), ("token_id:6", -0.25)]
     first, *rest = sse_data("".join(chat_completions.events(answer(), asked)))
     assert first["choices"][0]["logprobs"]["content"] == whole
+    of_tokens = tokens.write(TOKENS, call(BODIES[tokens]))["choices"][0]["logprobs"]["content"]
+    assert [(each["token_id"], each["token"], each["logprob"]) for each in of_tokens] == [
+        (5, "token_id:5", -0.5),
+        (6, "token_id:6", -0.25),
+    ]
     assert all(chunk["choices"][0]["logprobs"] is None for chunk in rest)
     assert chat_completions.write(answer(), call(BODIES[chat_completions]))["choices"][0]["logprobs"] is None
 

@@ -1,0 +1,36 @@
+"""A task of verifiers, which renders and reads tokens itself, on a fake engine."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent_loop.program import command
+from async_rl.endpoint.config import EndpointConfig
+from async_rl.endpoint.host import Sessions
+from message_queue.trajectory import Trajectory
+from recipes.calculator.tokenizer import build_tokenizer
+from tests.agent_loop.test_session import Answers, check_exact
+from tests.agents.test_agents import ADDS, HERE, LIMITS
+from tests.async_rl.endpoint.test_programs import PROMPT, make_loop
+from tests.helpers.fakes import SPEC, FakeEngine
+
+PYTHON = Path(os.environ.get("VERIFIERS_PYTHON", HERE.parent.parent / ".venv-verifiers/bin/python")).absolute()
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="verifiers is not installed (make setup-agents)")
+async def test_task_of_verifiers_is_trained_exactly_through_tokens(tmp_path, monkeypatch):
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["<think>", "</think>"])  # the renderer of Qwen3 demands them
+    tokenizer.save_pretrained(tmp_path)
+    monkeypatch.setenv("TOKENIZER", str(tmp_path))
+    sessions, engine = Sessions(EndpointConfig()), FakeEngine(Answers(**ADDS))
+    trajectory = Trajectory(routing=SPEC)
+    loop = make_loop(command(str(PYTHON), str(HERE / "with_verifiers.py")), sessions, engine, limits=LIMITS)
+    try:
+        await loop.run(PROMPT, trajectory=trajectory, session="g0-t0", cache_salt="v0")
+    finally:
+        await sessions.close()
+    assert trajectory.reward == 1.0
+    assert [len(path.turns) for path in trajectory.paths] == [2]
+    check_exact(trajectory, engine)
