@@ -27,12 +27,17 @@ async def test_server_of_time_converts():
     assert json.loads(await call(server, "convert_time", asked))["target"]["datetime"].endswith("T19:00:00+09:00")
 
 
-async def test_server_of_git_shows_the_log(tmp_path):
+@pytest.fixture
+def repository(tmp_path):
     git = ("git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c")
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "a commit to be found"], check=True)
-    server = McpServer(str(BIN / "mcp-server-git"), "--repository", str(tmp_path))
-    assert "a commit to be found" in await call(server, "git_log", {"repo_path": str(tmp_path)})
+    return str(tmp_path)
+
+
+async def test_server_of_git_shows_the_log(repository):
+    server = McpServer(str(BIN / "mcp-server-git"), "--repository", repository)
+    assert "a commit to be found" in await call(server, "git_log", {"repo_path": repository})
 
 
 class Page(http.server.BaseHTTPRequestHandler):
