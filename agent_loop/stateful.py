@@ -19,37 +19,16 @@ import functools
 import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import Any, Protocol, cast
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, cast
 
 from agent_loop.functions import FunctionTool, call_function, check_columns, named_parameters
 from agent_loop.loop import Prompt, RolloutError, StateLostError
+from agent_loop.mcp import McpServer
 from agent_loop.tools import MalformedCall, Tool, ToolCall, ToolReply, ToolRunner, parse_tool_calls
 from agent_loop.user_errors import describe_error
 
 HOOKS = ("open", "close")
-
-
-class ToolSource(Protocol):
-    """Tools that are opened for each rollout."""
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """Descriptions of the tools."""
-        ...
-
-    @property
-    def repeatable(self) -> bool | None:
-        """Whether the same calls make the same state again; None if there is no state, so that none is repeated."""
-        ...
-
-    def check(self, target: Mapping[str, Any]) -> None:
-        """Check that a row has the columns that a rollout needs; raises ValueError."""
-        ...
-
-    def opened(self, prompt: Prompt, *, timeout_s: float) -> AbstractAsyncContextManager[list[Tool]]:
-        """The tools of one rollout, closed at its end."""
-        ...
 
 
 class ToolClass:
@@ -195,6 +174,10 @@ class RolloutTools:
 
     def _is_repeated(self, call: ToolCall | MalformedCall) -> bool:
         return isinstance(call, ToolCall) and self._repeatable.get(call.name, False)
+
+
+ToolSource = ToolClass | McpServer
+"""Tools that are opened for each rollout. `repeatable` is None if they have no state, so that no call is made again."""
 
 
 @asynccontextmanager

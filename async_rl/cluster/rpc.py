@@ -20,7 +20,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 COLLECT_S = 10.0  # longest wait of the server for a reply to send
@@ -65,20 +65,11 @@ class RemoteError(RuntimeError):
     """A call failed in the other process; the message is its traceback."""
 
 
-class ServerHandle(Protocol):
-    """Handle of a Ray actor with the calls of `BatchingServer`."""
-
-    exchange: Any
-    """Ray's method, whose `remote` returns an awaitable of replies."""
-    collect: Any
-    """The same."""
-
-
 class BatchingClient(Generic[S]):
     """Calls the service of a server; used from one event loop.
 
     Args:
-        handle: handle of the server.
+        handle: Ray handle of an actor with the calls of `BatchingServer`.
         name: name of this client, unique among all clients of the server.
         server: name of the server in error texts.
         timeout_s: longest delay of the server's sign of life beyond `COLLECT_S`.
@@ -86,7 +77,7 @@ class BatchingClient(Generic[S]):
     """
 
     def __init__(
-        self, handle: ServerHandle, *, name: str, server: str, timeout_s: float, lost: Callable[[str], Exception]
+        self, handle: Any, *, name: str, server: str, timeout_s: float, lost: Callable[[str], Exception]
     ) -> None:
         self._handle = handle
         self._name = name
