@@ -29,7 +29,7 @@ from tests.conformance.checks import assert_whole, versions_of
 from tests.conformance.conftest import Report
 from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, Rollout, RunFolder, prompts
 from tests.conformance.probes import TransformersTruth, VllmProbe
-from tests.conformance.served import VLLM_KV_TOKENS, Models, small_steps, under_test
+from tests.conformance.served import VLLM, VLLM_KV_TOKENS, Models, small_steps, start_vllm, under_test
 from tests.helpers.fakes.rollouts import RolloutsHere
 
 pytestmark = MARKS
@@ -142,25 +142,53 @@ class RollingPublishes(EngineUnderTest):
         return Publisher(pool, on_update=on_update, kv=kv, rollouts=Rollouts(), max_paused=1, timeout_s=TIMEOUT_S)
 
 
+class Paused:
+    """Replicas that load at the same time.
+
+    Attributes:
+        most: largest number so far.
+    """
+
+    def __init__(self, replicas: Collection[VllmReplica], patch: pytest.MonkeyPatch) -> None:
+        self._now = self.most = 0
+        for replica in replicas:
+            patch.setattr(replica, "load", self._counted(replica.load))
+
+    def _counted(self, load: Any) -> Any:
+        async def counted(*args: Any, **kwargs: Any) -> Any:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            try:
+                return await load(*args, **kwargs)
+            finally:
+                self._now -= 1
+
+        return counted
+
+
 async def test_many_rolling_publishes_under_load(
     engine: VllmReplica, second_vllm: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch, report: Report
 ):
-    """A request that a load aborts continues on the other replica, under its version."""
-    replicas = [engine, second_vllm]
+    """Two of three replicas always serve; a request that a load aborts continues on another one, under its version."""
+    replicas = [engine, second_vllm, await start_vllm(VLLM, name="replica-2", checkpoint=models.paths[0])]
     one = under_test(engine, models, patch=monkeypatch)
     routed: Any = Routed(ReplicaPool(replicas))
-    probe = VllmProbe(*replicas, kv_tokens=2 * VLLM_KV_TOKENS, patch=monkeypatch)
+    probe = VllmProbe(*replicas, kv_tokens=len(replicas) * VLLM_KV_TOKENS, patch=monkeypatch)
     tested = RollingPublishes(
         routed, routing=one.routing, updates=models.updates, truth=TransformersTruth(models.models), probe=probe
     )
-    await tested.publish(version=0)
     try:
+        await tested.publish(version=0)
+        paused = Paused(replicas, monkeypatch)
         largest = await publish_under_load(tested, "computed", staged=False)
     finally:
         await tested.end()
+        await replicas[-1].close()
+    assert paused.most == 1
     sessions = dict.fromkeys(exchange.request.session for exchange in tested.exchanges)
     owners = [{s.replica for exchange in tested.of_session(name) for s in exchange.answer} for name in sessions]
-    assert {"replica-0", "replica-1"} in owners, "a trajectory moved"
+    assert any(len(several) > 1 for several in owners), "a trajectory moved"
+    assert set().union(*owners) == {"replica-0", "replica-1", "replica-2"}
     report(f"rolling: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
 
 
