@@ -100,7 +100,7 @@ kills: setup
 	$(BIN)/python -m tests.e2e.kills $(ARGS)
 
 staleness: setup
-	$(BIN)/python -m recipes.staleness.sweep $(ARGS)
+	$(BIN)/python -m recipes.staleness.sweep losses $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -143,12 +143,12 @@ def test_own_task_is_trained_from_a_folder_of_the_user(folder, environment, task
 
 def test_a_sweep_over_an_own_task_runs_from_a_folder_of_the_user(folder, environment):
     (folder / "mine.py").write_text(DATASET)
-    cells = ("loss=naive", "seed=0", "staleness.max_staleness=1", "trainer.updates_per_batch=1")
+    cells = ("losses", "loss=ppo_clip", "seed=0", "staleness.max_staleness=1", "trainer.updates_per_batch=1")
     task = ("task=python", "task.factory=mine.py:task")
-    done = run(folder, environment, "--out", "sweep", *cells, *task, module="async_rl.recipes.staleness.sweep")
+    done = run(folder, environment, *cells, *task, "--out", "sweep", module="async_rl.recipes.staleness.sweep")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "sweep/staleness.png").read_bytes().startswith(b"\x89PNG")
-    steps = (folder / "sweep/naive-s1-seed0/metrics.jsonl").read_text().splitlines()
+    assert (folder / "sweep/figure.png").read_bytes().startswith(b"\x89PNG")
+    steps = (folder / "sweep/max_staleness_1-loss_ppo_clip-seed_0/metrics.jsonl").read_text().splitlines()
     assert len(steps) == 2 and all(json.loads(step)["staleness/max"] <= 1 for step in steps)
 
 

@@ -1,65 +1,104 @@
-"""The staleness sweep: its cells, their runs, and its figure."""
+"""Experiments with staleness: their cells, the runs of the cells, their results and the figure."""
 
 import json
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
-import yaml
 
-from async_rl.config import load_config
+from async_rl.config import ConfigError, load_config
 from async_rl.metrics.report import RunRecord
 from recipes.staleness import sweep
+from recipes.staleness.experiment import experiments, read_experiment
+from recipes.staleness.results import Results, _smooth, draw, interval
 
-RECIPE = yaml.safe_load(sweep.RECIPE.read_text())
-
-
-@pytest.fixture(autouse=True)
-def one_seed(tmp_path_factory, monkeypatch):
-    """Each cell costs a composed config, so that the sweeps here have the cells of one seed."""
-    recipe = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**RECIPE, "cells": {**RECIPE["cells"], "seed": [0]}}, sort_keys=False))
-    monkeypatch.setattr(sweep, "RECIPE", recipe)
+LOSSES = read_experiment("losses").changed(["seed=0,1,2"])
 
 
-def test_every_cell_builds_a_run_with_its_bound_and_its_loss():
-    seen = set()
-    for cell in sweep.cells(RECIPE):
-        config = load_config([*RECIPE["overrides"], *cell.overrides()])
-        seen.add((config.staleness.max_staleness, config.loss.name, config.seed))
-    assert seen == {(s, loss, seed) for s in (3, 7, 19) for loss in ("ppo_clip", "decoupled_ppo") for seed in (0, 1, 2)}
+@pytest.mark.parametrize("name", experiments())
+def test_each_label_of_an_experiment_is_a_config_of_its_own(name):
+    experiment = read_experiment(name)
+    cells = list(experiment.cells())
+    assert len({cell.name for cell in cells}) == len(cells)
+    first, *others = cells
+    one_changed = [cell for cell in others if sum(map(str.__ne__, cell.labels.values(), first.labels.values())) == 1]
+    configs = [load_config([*experiment.overrides, *cell.overrides]) for cell in (first, *one_changed)]
+    assert all(config != other for i, config in enumerate(configs) for other in configs[:i])
+    assert experiment.control is None or experiment.control in next(iter(experiment.axes.values()))
 
 
-def record(cell, *, oldest=None, reward=0.1):
-    oldest = cell.max_staleness if oldest is None else oldest
+def test_cells_are_all_combinations_seed_by_seed():
+    cells = [tuple(cell.labels.values()) for cell in LOSSES.cells()]
+    assert cells[:3] == [("3", "ppo_clip", "0"), ("3", "decoupled_ppo", "0"), ("7", "ppo_clip", "0")]
+    assert len(set(cells)) == 18 and [seed for *_, seed in cells] == sorted(seed for *_, seed in cells)
+
+
+def test_overrides_with_commas_choose_cells_and_add_axes():
+    changed = LOSSES.changed(["seed=4", "loss=gspo", "optimizer.lr=1e-3", "trainer.updates_per_batch=1,2"])
+    assert {name: list(axis) for name, axis in changed.axes.items()} == {
+        "max_staleness": ["3", "7", "19"],
+        "loss": ["gspo"],
+        "seed": ["4"],
+        "updates_per_batch": ["1", "2"],
+    }
+    assert changed.overrides[-1] == "optimizer.lr=1e-3"
+
+
+def test_labels_of_an_axis_are_chosen_by_its_name():
+    experiment = read_experiment("levels")
+    assert list(experiment.changed(["level=partial,stale"]).axes["level"]) == ["partial", "stale"]
+    with pytest.raises(ConfigError, match="'fast' is none of synchronous"):
+        experiment.changed(["level=fast"])
+
+
+def record(cell, *, reward=0.1, oldest=None):
+    oldest = int(cell.labels["max_staleness"]) if oldest is None else oldest
     steps = [
         {
             "train_step": i,
             "reward/mean": reward * i,
-            "throughput/tokens_per_s": 100.0,
+            "step/seconds": 2.0,
             "staleness/tokens": {str(min(i, oldest)): 10},
         }
         for i in range(1, 6)
     ]
-    return RunRecord(name=cell.name, steps=steps, validations=[{"train_step": 5, "validation/success": 0.5}])
+    validations = [{"train_step": i, "validation/success": success} for i, success in ((0, 0.2), (3, 0.5), (5, 0.9))]
+    return RunRecord(name=cell.name, steps=steps, validations=validations)
+
+
+def results_of(experiment, **options):
+    return Results.of(experiment, {cell: record(cell, **options) for cell in experiment.cells()})
+
+
+def test_results_have_rates_times_and_ages(tmp_path):
+    results = results_of(LOSSES.changed(["staleness.max_staleness=2", "loss=tis"]))
+    results.write(tmp_path / "results.json")
+    assert Results.read(tmp_path / "results.json") == results
+    cell = results.cells[0]
+    assert (cell.seconds, cell.tokens_per_second, cell.success) == (10, 5, 0.9)
+    assert cell.validations == [(0, 0.0, 0.2), (3, 6.0, 0.5), (5, 10.0, 0.9)]
+    assert cell.staleness == {1: 10, 2: 40}
+    assert cell.seconds_to(0.7) == pytest.approx(8) and cell.seconds_to(0.1) == 0
+    assert np.isnan(cell.seconds_to(0.95))
 
 
 def test_the_figure_shows_means_over_seeds_with_their_intervals():
-    chosen = list(sweep.cells({"cells": {"loss": {"naive": "ppo_clip"}, "max_staleness": [0], "seed": [0, 1, 2]}}))
-    runs = {cell: record(cell, reward=0.1 + 0.03 * cell.seed) for cell in chosen}
-    curve = sweep.draw(runs, synchronous=0).axes[0]
+    experiment = LOSSES.changed(["staleness.max_staleness=3", "loss=tis"])
+    runs = {cell: record(cell, reward=0.1 + 0.03 * int(cell.labels["seed"])) for cell in experiment.cells()}
+    curve = draw(Results.of(experiment, runs)).axes[0]
     mean, half = 0.13, 4.303 * 0.03 / 3**0.5  # rewards of the first step: 0.1, 0.13, 0.16
     assert curve.lines[0].get_ydata()[0] == pytest.approx(mean)
     band = curve.collections[0].get_paths()[0].vertices
     at_first = band[band[:, 0] == 1, 1]
     assert (at_first.min(), at_first.max()) == pytest.approx((mean - half, mean + half))
-    mean, half = sweep.interval(sweep.np.array([[1.0, 2.0]]))
+    mean, half = interval(np.array([[1.0, 2.0]]))
     assert mean.tolist() == [1, 2] and half.tolist() == [0, 0], "the interval of one seed"
 
 
 def test_the_figure_shows_tokens_that_are_older_than_the_bound():
-    cell = sweep.Cell(loss_name="naive", loss="ppo_clip", max_staleness=1, seed=0)
-    histogram = sweep.draw({cell: record(cell, oldest=3)}, synchronous=0).axes[-1]
+    experiment = LOSSES.changed(["staleness.max_staleness=1", "loss=tis", "seed=0"])
+    histogram = draw(results_of(experiment, oldest=3)).axes[-1]
     assert [patch.get_height() for patch in histogram.patches] == pytest.approx([0, 0.2, 0.2, 0.6])
 
 
@@ -67,81 +106,89 @@ class Runs:
     """Takes the place of subprocess.run: writes the records of a run. Cells named in `failing` fail."""
 
     def __init__(self, monkeypatch, *, failing=()):
-        self.commands, self.failing = [], set(failing)
+        self.names, self.commands, self.failing = [], [], set(failing)
         monkeypatch.setattr(sweep.subprocess, "run", self)
 
     def __call__(self, command, check):
-        self.commands.append(command)
         directory = Path(command[3].removeprefix("output_dir="))
+        self.commands.append(command)
+        self.names.append(directory.name)
         if directory.name in self.failing:
             raise subprocess.CalledProcessError(1, command)
-        bound = next(int(o.rpartition("=")[2]) for o in command if o.startswith("staleness.max_staleness="))
-        run = record(sweep.Cell(loss_name="", loss="", max_staleness=bound, seed=0))
+        (cell,) = [cell for cell in LOSSES.cells() if cell.name == directory.name]
+        run = record(cell)
         for name, lines in (("metrics.jsonl", run.steps), ("validation.jsonl", run.validations)):
             (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def run(out, *words):
+    return sweep.main(["losses", "--out", str(out), "seed=0", *words])
+
+
+LAST = "max_staleness_19-loss_decoupled_ppo-seed_0"
+FIRST = "max_staleness_3-loss_ppo_clip-seed_0"
+
+
 def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_path, monkeypatch):
-    runs = Runs(monkeypatch, failing=["naive-s19-seed0"])
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
+    runs = Runs(monkeypatch, failing=["max_staleness_7-loss_ppo_clip-seed_0"])
+    assert run(tmp_path, "optimizer.lr=1e-3") == 1
     assert len(runs.commands) == 3 and all("optimizer.lr=1e-3" in command for command in runs.commands)
     same = ["optimizer.lr=1", "optimizer.lr=0.001"]  # settings are compared by value
-    assert sweep.main(["--out", str(tmp_path), *same]) == 1
+    assert run(tmp_path, *same) == 1
     assert len(runs.commands) == 4, "the two finished cells are skipped"
     runs.failing.clear()
-    assert sweep.main(["--out", str(tmp_path), *same]) == 0
-    assert len(runs.commands) == 8 and (tmp_path / "staleness.png").is_file()
+    assert run(tmp_path, *same) == 0
+    assert len(runs.commands) == 8 and (tmp_path / "figure.png").is_file()
+    assert len(Results.read(tmp_path / "results.json").cells) == 6
 
 
-@pytest.mark.parametrize("finished", [True, False], ids=["finished", "cut-short"])
-def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, finished):
-    # Either some cells are finished, or the first is cut short.
-    runs = Runs(monkeypatch, failing=["decoupled-s3-seed0" if finished else "naive-s3-seed0"])
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-3"]) == 1
+def test_several_cells_run_at_a_time(tmp_path, monkeypatch):
+    runs = Runs(monkeypatch)
+    assert run(tmp_path, "--jobs", "3") == 0
+    assert sorted(runs.names) == sorted(cell.name for cell in LOSSES.changed(["seed=0"]).cells())
+
+
+@pytest.mark.parametrize("cell", [LAST, FIRST], ids=["finished", "cut-short"])
+def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, cell):
+    runs = Runs(monkeypatch, failing=[cell])  # either some cells are finished, or the first is cut short
+    assert run(tmp_path, "optimizer.lr=1e-3") == 1
     runs.commands.clear()
     capsys.readouterr()
-    assert sweep.main(["--out", str(tmp_path), "optimizer.lr=1e-4"]) == 2
+    assert run(tmp_path, "optimizer.lr=1e-4") == 2
     error = capsys.readouterr().err
-    assert "optimizer.lr" in error and "naive-s3-seed0" in error
-    assert not runs.commands
+    assert "optimizer.lr" in error and FIRST in error and not runs.commands
 
 
 def test_a_cell_of_unknown_settings_is_refused(tmp_path, monkeypatch, capsys):
     runs = Runs(monkeypatch)
-    (tmp_path / "naive-s7-seed0").mkdir()
-    (tmp_path / "naive-s7-seed0" / "done").touch()
-    assert sweep.main(["--out", str(tmp_path)]) == 2
-    assert "naive-s7" in capsys.readouterr().err and not runs.commands
+    (tmp_path / LAST).mkdir()
+    (tmp_path / LAST / "done").touch()
+    assert run(tmp_path) == 2
+    assert LAST in capsys.readouterr().err and not runs.commands
 
 
 @pytest.mark.parametrize(
-    ("overrides", "field"),
+    ("words", "field"),
     [
-        (["validation.prompts=0"], "validation.prompts"),
-        (["total_train_steps=0", "optimizer.decay=constant"], "total_train_steps"),
-        (["optimizer.lr=fast"], "optimizer.lr"),
-        (["wish=1"], "wish"),
-        (["seed=many"], "seed"),
-        (["staleness.max_staleness=3,x"], "staleness.max_staleness"),
-        (["loss=wish"], "wish"),
-        (["name=x"], "name"),
+        (["losses", "validation.prompts=0"], "validation.prompts"),
+        (["losses", "total_train_steps=0", "optimizer.decay=constant"], "total_train_steps"),
+        (["losses", "optimizer.lr=fast"], "optimizer.lr"),
+        (["losses", "wish=1"], "wish"),
+        (["losses", "seed=many"], "seed"),
+        (["losses", "staleness.max_staleness=3,x"], "staleness.max_staleness"),
+        (["losses", "loss=wish"], "wish"),
+        (["losses", "name=x"], "name"),
+        (["losses", "seed"], "'seed' is no override"),
+        (["wish"], "wish"),
     ],
 )
-def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, overrides, field):
+def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, words, field):
     runs = Runs(monkeypatch)
-    assert sweep.main(["--out", str(tmp_path), *overrides]) == 2
+    assert sweep.main([*words, "--out", str(tmp_path)]) == 2
     assert field in capsys.readouterr().err and not runs.commands
 
 
-def test_values_with_commas_choose_other_cells():
-    recipe, common = sweep.with_cells(RECIPE, ["seed=4,5", "loss=naive,gspo", "optimizer.lr=1e-3"])
-    found = {(cell.loss_name, cell.loss, cell.max_staleness, cell.seed) for cell in sweep.cells(recipe)}
-    losses = (("naive", "ppo_clip"), ("gspo", "gspo"))
-    assert found == {(*loss, s, seed) for loss in losses for s in (3, 7, 19) for seed in (4, 5)}
-    assert common == ["optimizer.lr=1e-3"]
-
-
 def test_smoothing_is_a_trailing_mean():
-    values = sweep.np.array([0.0, 3.0, 6.0])
-    assert sweep._smooth(values, 1).tolist() == [0, 3, 6]
-    assert sweep._smooth(values, 3).tolist() == [0, 1.5, 3]
+    values = np.array([0.0, 3.0, 6.0])
+    assert _smooth(values, 1).tolist() == [0, 3, 6]
+    assert _smooth(values, 3).tolist() == [0, 1.5, 3]

@@ -1,0 +1,225 @@
+"""Results of an experiment: a JSON file with what the figure shows, and the figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from pydantic import TypeAdapter
+
+from async_rl.metrics.curves import include_unit_interval
+from async_rl.metrics.report import RunRecord
+
+from .experiment import SEED, Cell, Experiment
+
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last is also used for more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CellResult:
+    """A finished run."""
+
+    labels: Mapping[str, str]
+    """Axis -> label."""
+    train_steps: Sequence[int]
+    """Last optimizer step of each batch."""
+    rewards: Sequence[float]
+    """Mean reward of each batch."""
+    validations: Sequence[tuple[int, float, float]]
+    """Optimizer steps, seconds of training before it, and held-out success of each validation that has one."""
+    seconds: float
+    """Time of all steps."""
+    staleness: Mapping[int, int]
+    """Optimizer steps of age -> trained tokens."""
+    means: Mapping[str, float]
+    """Metric -> mean over the batches."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Trained tokens per second of all steps."""
+        return sum(self.staleness.values()) / self.seconds
+
+    @property
+    def success(self) -> float:
+        """Held-out success at the end; NaN if it was not measured."""
+        return self.validations[-1][2] if self.validations else float("nan")
+
+    def seconds_to(self, target: float) -> float:
+        """Seconds until held-out success reaches `target`, on the line between two validations; NaN if it does not.
+
+        0.5 after 10 s and 0.9 after 20 s: 0.7 after 15 s.
+        """
+        before = None
+        for _, seconds, success in self.validations:
+            if success >= target:
+                if before is None:
+                    return seconds
+                return before[0] + (seconds - before[0]) * (target - before[1]) / (success - before[1])
+            before = seconds, success
+        return float("nan")
+
+
+MEANS = ("idle/trainer", "idle/rollout", "staleness/mean", "mismatch/k3", "clip/fraction", "length/trained_mean")
+
+
+def result_of(cell: Cell, run: RunRecord) -> CellResult:
+    """The result of a run's records."""
+    steps = [int(step["train_step"]) for step in run.steps]
+    ends = np.cumsum([step["step/seconds"] for step in run.steps])
+    staleness: dict[int, int] = {}
+    for step in run.steps:
+        for lag, tokens in step["staleness/tokens"].items():
+            staleness[int(lag)] = staleness.get(int(lag), 0) + tokens
+    validations = [(v["train_step"], v["validation/success"]) for v in run.validations]
+    return CellResult(
+        labels=cell.labels,
+        train_steps=steps,
+        rewards=[float(step["reward/mean"]) for step in run.steps],
+        validations=[
+            (step, float(ends[np.searchsorted(steps, step, side="right") - 1]) if step >= steps[0] else 0.0, success)
+            for step, success in validations
+            if success is not None
+        ],
+        seconds=float(ends[-1]),
+        staleness=dict(sorted(staleness.items())),
+        means={key: float(np.mean(values)) for key in MEANS if len(values := run.column(key)[1])},
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Results of all cells."""
+
+    experiment: str
+    """Name of the experiment."""
+    control: str | None
+    """Label of the first axis that is synchronous training."""
+    target: float | None
+    """Held-out success whose time is measured."""
+    cells: Sequence[CellResult]
+    """One for each run."""
+
+    @staticmethod
+    def of(experiment: Experiment, runs: Mapping[Cell, RunRecord]) -> Results:
+        """Results of an experiment's runs."""
+        cells = [result_of(cell, run) for cell, run in runs.items()]
+        return Results(experiment=experiment.name, control=experiment.control, target=experiment.target, cells=cells)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        path.write_text(json.dumps(asdict(self)) + "\n")
+
+    @staticmethod
+    def read(path: Path) -> Results:
+        """Read the file.
+
+        Raises:
+            pydantic.ValidationError: it is damaged.
+        """
+        return TypeAdapter(Results).validate_json(path.read_text())
+
+    def labels(self, axis: str) -> list[str]:
+        """Labels of an axis, in the order of the runs."""
+        return list(dict.fromkeys(cell.labels[axis] for cell in self.cells))
+
+    @property
+    def first_axis(self) -> str:
+        """The axis from left to right."""
+        return next(iter(self.cells[0].labels))
+
+    def series(self) -> dict[str, dict[str, list[CellResult]]]:
+        """Labels of the other axes -> label of the first axis -> results of all seeds."""
+        found: dict[str, dict[str, list[CellResult]]] = {}
+        for cell in self.cells:
+            others = [label for axis, label in cell.labels.items() if axis not in (self.first_axis, SEED)]
+            of_series = found.setdefault(", ".join(others) or self.experiment, {})
+            of_series.setdefault(cell.labels[self.first_axis], []).append(cell)
+        return found
+
+
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of `values` [seeds, ...] over the seeds, and half the width of its 95 % interval (Student's t).
+
+    Values (0.4, 0.5, 0.6): 0.5 and 4.303 * 0.1 / sqrt(3) = 0.248. The half width of a single seed is 0.
+    """
+    seeds = len(values)
+    if seeds == 1:
+        return values[0], np.zeros_like(values[0])
+    return values.mean(0), T_QUANTILES[min(seeds - 2, len(T_QUANTILES) - 1)] * values.std(0, ddof=1) / np.sqrt(seeds)
+
+
+def draw(results: Results) -> Figure:
+    """Draw reward over steps, final success, throughput, time to the target, and the staleness of trained tokens.
+
+    Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
+    """
+    series, columns = results.series(), results.labels(results.first_axis)
+    bars = {"held-out success after the last step": lambda cell: cell.success} | {
+        "tokens trained per second": lambda cell: cell.tokens_per_second
+    }
+    if (target := results.target) is not None:
+        bars[f"seconds to held-out success {target:g}"] = lambda cell: cell.seconds_to(target)
+    figure = Figure(figsize=(3.75 * max(len(series) + len(bars), len(columns)), 8.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = cast(Any, figure.subfigures(2, 1))
+    axes = upper.subplots(1, len(series) + len(bars))
+    short = results.first_axis.rpartition("_")[2]
+    ticks = {label: f"{short} {label}" + (" (sync)" if label == results.control else "") for label in columns}
+    for axis, (name, of_columns) in zip(axes, series.items(), strict=False):
+        for label, cells in of_columns.items():
+            _curve(axis, cells, label=ticks[label])
+        axis.set(title=f"reward, {name}", xlabel="train step")
+        include_unit_interval(axis)
+        axis.legend(fontsize="small")
+    for axis, (title, value) in zip(axes[len(series) :], bars.items(), strict=True):
+        _bars(axis, series, ticks, value)
+        axis.set_title(title)
+    for axis, label in zip(lower.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+        _histogram(axis, {name: of_columns.get(label, []) for name, of_columns in series.items()})
+        axis.set_title(f"staleness of trained tokens, {ticks[label]}")
+    return figure
+
+
+def _curve(axis: Axes, cells: Sequence[CellResult], *, label: str) -> None:
+    mean, half = interval(np.stack([_smooth(np.array(cell.rewards)) for cell in cells]))
+    steps = cells[0].train_steps
+    (line,) = axis.plot(steps, mean, label=label)
+    axis.fill_between(steps, mean - half, mean + half, color=line.get_color(), alpha=0.15, linewidth=0)
+
+
+def _bars(axis: Axes, series: Mapping[str, Any], ticks: Mapping[str, str], value: Any) -> None:
+    width = 0.8 / len(series)
+    for i, (name, of_columns) in enumerate(series.items()):
+        found = [interval(np.array([value(cell) for cell in of_columns.get(label, [])] or [np.nan])) for label in ticks]
+        heights, halves = (np.array(column) for column in zip(*found, strict=True))
+        axis.bar(np.arange(len(ticks)) + i * width, heights, width, yerr=halves, label=name)
+    axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, list(ticks.values()))
+    axis.legend(fontsize="small", loc="lower right")
+
+
+def _histogram(axis: Axes, series: Mapping[str, Sequence[CellResult]]) -> None:
+    """Share of the trained tokens by staleness, over all seeds."""
+    width = 0.8 / len(series)
+    oldest = max((lag for cells in series.values() for cell in cells for lag in cell.staleness), default=0)
+    for i, (name, cells) in enumerate(series.items()):
+        counts = np.zeros(oldest + 1)
+        for cell in cells:
+            for lag, tokens in cell.staleness.items():
+                counts[lag] += tokens
+        axis.bar(np.arange(oldest + 1) + i * width, counts / max(counts.sum(), 1), width, label=name)
+    axis.set(xlabel="optimizer steps", ylabel="share", ylim=(0, 1))
+    cast(Any, axis.xaxis.get_major_locator()).set_params(integer=True)
+    axis.legend(fontsize="small")
+
+
+def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
+    """Trailing mean over up to `window` values: (1, 2, 3) with window=2 -> (1, 1.5, 2.5)."""
+    return np.array([values[max(0, i + 1 - window) : i + 1].mean() for i in range(len(values))])
