@@ -123,6 +123,8 @@ bench: setup
 	$(BIN)/python benchmarks/packing.py
 	$(BIN)/python benchmarks/replica_throughput.py
 	$(BIN)/python benchmarks/rollout_throughput.py
+	$(BIN)/python benchmarks/gateway.py
+	$(BIN)/python benchmarks/sessions.py
 	$(BIN)/python benchmarks/equal_weights.py
 	$(BIN)/python benchmarks/routing_mismatch.py
 	$(BIN)/python benchmarks/update_modes.py

@@ -24,6 +24,7 @@ from agent_loop.decoder import FindStop
 from agent_loop.loop import Message
 from message_queue.tokens import Int32Array
 
+MAX_VARIANTS = 64  # chats with tools and stop strings of requests that are kept
 # Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
 NONE_SAMPLED: Mapping[int, Int32Array] = MappingProxyType({})
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
@@ -40,6 +41,9 @@ class Chat:
             tokens unchanged, up to the token in which the text ends; `text` hides the rest of that token. Stop strings
             are searched in the tokens that an engine returned. A text of one token is better given as a stop token,
             which ends the decode at once.
+
+    Attributes:
+        tools_key: equal for chats with equal tools.
 
     Raises:
         ChatTemplateError: a stop token that is not one token, an end of turn that is no added token, an empty stop
@@ -58,6 +62,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._end_of_turn = end_of_turn
         self._control = ControlTokens(tokenizer)
+        self._variants: dict[str, Chat] = {}  # shared by all variants
         self._secret = secrets.token_hex(8)  # which no message knows
         if end_of_turn not in self._control:
             raise ChatTemplateError(
@@ -72,13 +77,18 @@ class Chat:
             self.check_role("tool")
 
     def variant(self, *, tools: Sequence[Mapping[str, Any]], stop_strings: Sequence[str]) -> Chat:
-        """This chat with the tools and stop strings of one request.
+        """This chat with the tools and stop strings of one request. The newest variants are kept for later requests.
 
         Raises:
             ChatTemplateError: a stop string is empty.
         """
-        chat = copy(self)
-        chat._set(tools, stop_strings)
+        key = json.dumps([tools, stop_strings], default=dict)
+        if (chat := self._variants.get(key)) is None:
+            chat = copy(self)
+            chat._set(tools, stop_strings)
+            self._variants[key] = chat
+            if len(self._variants) > MAX_VARIANTS:
+                del self._variants[next(iter(self._variants))]
         return chat
 
     def prompt(self, messages: Sequence[Message], *, sampled: Mapping[int, Int32Array] = NONE_SAMPLED) -> Int32Array:
@@ -144,6 +154,7 @@ class Chat:
     def _set(self, tools: Sequence[Mapping[str, Any]], stop_strings: Sequence[str]) -> None:
         if "" in stop_strings:
             raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
+        self.tools_key = json.dumps(tools, sort_keys=True, default=dict)
         self._tools = [self._swapped_values(tool) for tool in tools] or None
         template = getattr(self._tokenizer, "get_chat_template", None)
         self._template = None if template is None else self._control.swap_sought(template(tools=self._tools))

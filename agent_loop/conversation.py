@@ -66,7 +66,7 @@ class ChatAnswer:
     prompt_tokens: int
     """Tokens of the prompt, cached ones included."""
     cached_tokens: int
-    """Tokens of the prompt that the prefix cache served."""
+    """Tokens of the prompt up to the end of the answer that the call continues, which a prefix cache may serve."""
     completion_tokens: int
     """Sampled tokens."""
     token_ids: tuple[int, ...] = ()
@@ -106,4 +106,4 @@ class TokenAnswer:
     stop_token_id: int | None = None
     """The token of `TokenRequest.stop_token_ids` that ended the answer; None for any other end."""
     cached_tokens: int
-    """Tokens of the prompt that the prefix cache served."""
+    """Tokens of the prompt up to the end of the answer that the call continues, which a prefix cache may serve."""

@@ -88,17 +88,18 @@ class _Answer(NamedTuple):
     """Path that sampled it."""
     turns: int
     """Turns of the path up to the answer, included."""
+    length: int
+    """Tokens of the path up to the answer, included."""
     reason: StopReason
     """Why it ended: STOP, TOOL_CALL or LENGTH."""
+    message: Message
+    """The answer in the words of the agent."""
+    stop_text: str | None = None
+    """See `agent_loop.conversation.ChatAnswer`."""
 
     @property
     def turn(self) -> Turn:
         return self.path.turns[self.turns - 1]
-
-    @property
-    def length(self) -> int:
-        """Tokens of the path up to the answer, included."""
-        return sum(len(turn.observation) + turn.num_sampled for turn in self.path.turns[: self.turns])
 
 
 class _Place(NamedTuple):
@@ -180,9 +181,9 @@ class AgentSession:
         self._num_calls = 0
         self._in_flight: dict[bytes, asyncio.Task[_Answer]] = {}
         self._answers: dict[bytes, _Answer] = {}
-        """Key of a conversation or of tokens that end with an answer -> that answer, if it may be extended."""
-        self._lengths: set[int] = set()
-        """Tokens of the paths up to each of these answers."""
+        """Key of a conversation that ends with an answer -> that answer, if it may be extended."""
+        self._extendable: list[_Answer] = []
+        """All answers that may be extended, those to tokens too."""
         self._sampled: dict[bytes, _Answer] = {}
         """Key of an answer's message -> the newest such answer."""
         self._recorded: dict[bytes, _Answer] = {}
@@ -201,14 +202,14 @@ class AgentSession:
             CallRefused: the call cannot be served; nothing is changed.
         """
         chat = self._chat_of(request)
-        conversation = _conversation_keys(request)
+        conversation = _conversation_keys(request, chat)
         key = _key(conversation[-1].hex(), str(request.max_tokens), *request.stop)
         answer = await self._once(
             _key("call", request.idempotency_key) if request.idempotency_key else key,
             is_retry=request.is_retry or request.idempotency_key is not None,
             make=lambda: self._answer(request, chat, conversation),
         )
-        return self._chat_answer(answer, chat, request)
+        return _chat_answer(answer)
 
     async def generate(self, request: TokenRequest) -> TokenAnswer:
         """Sample tokens after a prompt of tokens. It attaches to the longest run of whole turns that it starts with.
@@ -217,13 +218,14 @@ class AgentSession:
             SessionEnded, SessionFailed, CallRefused: see `answer`.
         """
         tokens = np.asarray(request.token_ids, np.int32)
-        key = _key(_tokens_key(tokens).hex(), str(request.max_tokens), str(request.stop_token_ids))
+        digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
+        key = _key("tokens", digest, str(request.max_tokens), str(request.stop_token_ids))
         answer = await self._once(
             _key("call", request.idempotency_key) if request.idempotency_key else key,
             is_retry=request.is_retry or request.idempotency_key is not None,
             make=lambda: self._generate(request, tokens),
         )
-        return self._token_answer(answer, request)
+        return _token_answer(answer, request)
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Tokens of the prompt of a call.
@@ -231,8 +233,8 @@ class AgentSession:
         Raises:
             CallRefused: the call cannot be served.
         """
-        place = self._place(request, self._chat_of(request), _conversation_keys(request))
-        return place.length
+        chat = self._chat_of(request)
+        return self._place(request, chat, _conversation_keys(request, chat)).length
 
     def reward(self, value: float | Mapping[str, float]) -> None:
         """Set the reward of the whole session, or that of each named agent; a later one replaces it.
@@ -294,18 +296,29 @@ class AgentSession:
 
     async def _answer(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Answer:
         place = self._place(request, chat, conversation)
-        answer = await self._decode(place, max_tokens=request.max_tokens, find_stop=chat.find_stop)
-        message = self._chat_answer(answer, chat, request).message
-        self._sampled[_message_key(message)] = answer
-        if answer.reason is not StopReason.LENGTH:
-            self._answers[_after(conversation[-1], message)] = answer
+        path, reason = await self._decode(place, max_tokens=request.max_tokens, find_stop=chat.find_stop)
+        message, stop_text = self._said(path, reason, chat, request.stop)
+        answer = self._finished(path, reason, message, stop_text)
+        said = _message_key(message)
+        self._sampled[said] = answer
+        if reason is not StopReason.LENGTH:
+            self._answers[_after(conversation[-1], said)] = answer
         self.messages = (*request.messages, message)
         return answer
 
     async def _generate(self, request: TokenRequest, tokens: Int32Array) -> _Answer:
         place = self._token_place(tokens)
-        answer = await self._decode(place, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
-        self.messages = (Message(role="assistant", content=self._chat.text(sampled_tokens(answer.turn))),)
+        path, reason = await self._decode(place, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
+        message = Message(role="assistant", content=self._chat.text(sampled_tokens(path.turns[-1])))
+        self.messages = (message,)
+        return self._finished(path, reason, message)
+
+    def _finished(
+        self, path: Trajectory, reason: StopReason, message: Message, stop_text: str | None = None
+    ) -> _Answer:
+        answer = _Answer(path, len(path.turns), len(path), reason, message, stop_text)
+        if reason is not StopReason.LENGTH:
+            self._extendable.append(answer)
         return answer
 
     async def _decode(
@@ -315,8 +328,8 @@ class AgentSession:
         max_tokens: int | None,
         stop_ids: tuple[int, ...] = (),
         find_stop: FindStop | None = None,
-    ) -> _Answer:
-        """Open a turn and sample it.
+    ) -> tuple[Trajectory, StopReason]:
+        """Open a turn and sample it, as the last one of the path that is returned.
 
         Raises:
             CallRefused: it leaves no token to sample, or the session has no call left; nothing is changed.
@@ -334,7 +347,6 @@ class AgentSession:
         call, self._num_calls = self._num_calls, self._num_calls + 1
         path = self._path(place.before)
         path.observe(place.observation)
-        turns = len(path.turns)
         decoder = SegmentDecoder(
             self._engine,
             sampling=self._sampling,
@@ -357,11 +369,7 @@ class AgentSession:
             self.counts.refused += decoder.num_refused
         self.counts.calls += 1
         self.stop_reason = reason
-        answer = _Answer(path, turns, reason)
-        if reason is not StopReason.LENGTH:
-            self._lengths.add(answer.length)
-            self._answers[_tokens_key(path.token_ids()[: answer.length])] = answer
-        return answer
+        return path, reason
 
     def _path(self, before: _Answer | None) -> Trajectory:
         """The path on which a call continues: that of the answer if it ends there, else a new one."""
@@ -400,45 +408,55 @@ class AgentSession:
 
     def _token_place(self, tokens: Int32Array) -> _Place:
         """Where a prompt of tokens attaches: to the longest path up to an answer that it starts with."""
-        for length in sorted(self._lengths, reverse=True):
-            if length <= len(tokens) and (before := self._answers.get(_tokens_key(tokens[:length]))) is not None:
-                return _Place(before, tokens[length:])
+        newest_first = self._extendable[::-1]
+        for before in sorted(newest_first, key=lambda answer: answer.length, reverse=True):
+            if np.array_equal(before.path.token_ids()[: before.length], tokens[: before.length]):
+                return _Place(before, tokens[before.length :])
         return _Place(None, tokens)
 
-    def _chat_answer(self, answer: _Answer, chat: Chat, request: ChatRequest) -> ChatAnswer:
-        """An answer in the words of the agent."""
-        tokens = sampled_tokens(answer.turn)
-        read = self._read(tokens, answer.turn.observation)
+    def _said(
+        self, path: Trajectory, reason: StopReason, chat: Chat, stops: Sequence[str]
+    ) -> tuple[Message, str | None]:
+        """The last turn of a path as the agent sees it, and the stop string that ended it."""
+        turn = path.turns[-1]
+        tokens = sampled_tokens(turn)
+        read = self._read(tokens, turn.observation)
         content, stop_text = read.content, None
-        if answer.reason is StopReason.STOP and not chat.ends_turn(tokens):
-            content, stop_text = _before_stop(read.content, request.stop)
-        number = self._trajectory.paths.index(answer.path)
+        if reason is StopReason.STOP and not chat.ends_turn(tokens):
+            content, stop_text = _before_stop(read.content, stops)
+        number = self._trajectory.paths.index(path) if read.calls else 0
         calls = tuple(
-            ToolUse(id=f"call_{number}_{answer.turns}_{index}", name=name, arguments=arguments)
+            ToolUse(id=f"call_{number}_{len(path.turns)}_{index}", name=name, arguments=arguments)
             for index, (name, arguments) in enumerate(read.calls)
         )
-        finish: Finish = "length" if answer.reason is StopReason.LENGTH else "tool_calls" if calls else "stop"
-        return ChatAnswer(
-            message=Message(role="assistant", content=content, reasoning=read.reasoning, tool_calls=calls),
-            finish=finish,
-            stop_text=stop_text,
-            prompt_tokens=answer.length - len(tokens),
-            cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
-            completion_tokens=len(tokens),
-            token_ids=tuple(tokens.tolist()),
-            logprobs=_logprobs(answer.turn),
-        )
+        return Message(role="assistant", content=content, reasoning=read.reasoning, tool_calls=calls), stop_text
 
-    def _token_answer(self, answer: _Answer, request: TokenRequest) -> TokenAnswer:
-        tokens = sampled_tokens(answer.turn)
-        last = int(tokens[-1])
-        return TokenAnswer(
-            token_ids=tuple(tokens.tolist()),
-            logprobs=_logprobs(answer.turn),
-            finish="length" if answer.reason is StopReason.LENGTH else "stop",
-            stop_token_id=last if last in request.stop_token_ids else None,
-            cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
-        )
+
+def _chat_answer(answer: _Answer) -> ChatAnswer:
+    tokens = sampled_tokens(answer.turn)
+    finish: Finish = "tool_calls" if answer.message.tool_calls else "stop"
+    return ChatAnswer(
+        message=answer.message,
+        finish="length" if answer.reason is StopReason.LENGTH else finish,
+        stop_text=answer.stop_text,
+        prompt_tokens=answer.length - len(tokens),
+        cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
+        completion_tokens=len(tokens),
+        token_ids=tuple(tokens.tolist()),
+        logprobs=_logprobs(answer.turn),
+    )
+
+
+def _token_answer(answer: _Answer, request: TokenRequest) -> TokenAnswer:
+    tokens = sampled_tokens(answer.turn)
+    last = int(tokens[-1])
+    return TokenAnswer(
+        token_ids=tuple(tokens.tolist()),
+        logprobs=_logprobs(answer.turn),
+        finish="length" if answer.reason is StopReason.LENGTH else "stop",
+        stop_token_id=last if last in request.stop_token_ids else None,
+        cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
+    )
 
 
 def _logprobs(turn: Turn) -> tuple[float, ...]:
@@ -454,24 +472,23 @@ def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 # ---- keys
 
 
-def _conversation_keys(request: ChatRequest) -> list[bytes]:
+def _conversation_keys(request: ChatRequest, chat: Chat) -> list[bytes]:
     """Key of the conversation without messages, then after each message."""
-    tools = json.dumps(request.tools, sort_keys=True, default=dict)
-    keys = [_key(request.agent, tools)]
+    keys = [_key(request.agent, chat.tools_key)]
     for message in request.messages:
-        keys.append(_after(keys[-1], message))
+        keys.append(_after(keys[-1], _message_key(message)))
     return keys
 
 
-def _after(conversation: bytes, message: Message) -> bytes:
+def _after(conversation: bytes, message: bytes) -> bytes:
     """Key of a conversation with one more message."""
-    return _key(conversation.hex(), _message_key(message).hex())
+    return _key(conversation.hex(), message.hex())
 
 
 def _message_key(message: Message) -> bytes:
     calls = [(call.name, _canonical(call.arguments)) for call in message.tool_calls]
-    fields = (message.role, message.content, message.reasoning or "", message.name or "", json.dumps(calls))
-    return _key(*fields)
+    fields = (message.role, message.content, message.reasoning or "", message.name or "")
+    return _key(*fields, json.dumps(calls) if calls else "")
 
 
 def _canonical(arguments: str) -> str:
@@ -482,10 +499,7 @@ def _canonical(arguments: str) -> str:
         return arguments
 
 
-def _tokens_key(tokens: Int32Array) -> bytes:
-    return _key("tokens", hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest())
-
-
 def _key(*parts: str) -> bytes:
     """Hash of texts; different lists of texts have different hashes."""
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).digest()
+    text = "".join([f"{len(part)}:{part}" for part in parts])
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

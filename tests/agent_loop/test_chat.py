@@ -1,9 +1,11 @@
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.chat import Chat, ChatTemplateError
+from agent_loop.chat import MAX_VARIANTS, Chat, ChatTemplateError
 from agent_loop.loop import Message
 from agent_loop.tools import describe_tool
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, TURN_START, build_tokenizer
@@ -162,3 +164,16 @@ def test_chat_finds_the_texts_of_a_reply_in_its_tokens(contents):
         tokens = chat.reply([Message(role="tool", content=content) for content in contents], after=ids(after))
         assert chat.reply_texts(tokens, count=len(contents)) == contents
     assert chat.reply_texts(ids("cut off"), count=len(contents)) == ["cut off"]
+
+
+def test_variants_are_kept_for_equal_requests_and_their_number_is_bounded():
+    chat = make_chat()
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": 1, "b": 2}}}]
+    turned = [{"type": "function", "function": {"name": "add", "parameters": {"b": 2, "a": 1}}}]
+    first, other = (chat.variant(tools=each, stop_strings=()) for each in (tools, turned))
+    assert first.variant(tools=json.loads(json.dumps(tools)), stop_strings=()) is first
+    assert other is not first and other.tools_key == first.tools_key, "a template may show the order of fields"
+    assert chat.variant(tools=tools, stop_strings=("x",)).find_stop is not None
+    newest = [chat.variant(tools=[], stop_strings=(f"{n}",)) for n in range(MAX_VARIANTS)][-1]
+    assert chat.variant(tools=[], stop_strings=(f"{MAX_VARIANTS - 1}",)) is newest
+    assert chat.variant(tools=tools, stop_strings=()) is not first

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,17 +15,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.chat import Chat
+from agent_loop.loop import TurnLimits
+from async_rl.endpoint.config import EndpointConfig
+from async_rl.endpoint.host import Sessions
+from async_rl.endpoint.turns import turn_reader
 from benchmarks import (
+    gateway,
     publish_arithmetic,
     queue_groups,
     scale_processes,
     simulated_scale,
 )
 from benchmarks.delta import adam_versions, change_entropy
+from benchmarks.lean_client import LeanClient
 from benchmarks.rollout_throughput import draw_budgets, take_turns
 from benchmarks.routing_mismatch import CHANGES, Stop, changed_rows, classify, ratio
 from benchmarks.support import Interval, Mismatch
 from benchmarks.train_steps import paired_ratio, time_in_turns
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from recipes.calculator.tokenizer import END_OF_TURN
 
 ROOT = Path(__file__).parents[2]
 IMPORT_EACH = """
@@ -254,3 +264,47 @@ def test_publish_arithmetic_table_has_a_column_for_each_model():
     assert rows[0] == ["seconds", "30B", "235B", "1T"]
     assert ["GB of weights", "61.1", "470", "2,000"] in rows
     assert publish_arithmetic.model_of(["100B", "100", "20", "2", "5", "4", "5", "4", "3"]) == MODEL
+
+
+# ---- sessions over HTTP
+
+
+class WordEngine:
+    """Samples as many words as are asked for."""
+
+    async def generate(self, request):
+        n, rows = request.max_new_tokens, len(request.token_ids) + request.max_new_tokens - 1 - request.existing_rows
+        experts = np.tile(np.array([0, 1], np.uint8), (rows, 3, 1))
+        return [
+            TokenOutput(
+                token_ids=np.arange(200, 200 + n, dtype=np.int32),
+                logprobs=np.full(n, -0.5, np.float32),
+                routed_experts=RoutedExperts(first_position=request.existing_rows, experts=experts),
+                weights=WeightVersion(0, "d"),
+                stop_reason=StopReason.LENGTH,
+                replica="r",
+            )
+        ]
+
+
+async def test_gateway_ways_give_the_engine_the_same_work():
+    tokenizer = gateway.word_tokenizer()
+    chat = Chat(tokenizer, end_of_turn=END_OF_TURN)
+    engine = gateway.ForcedTurns(WordEngine(), end=chat.stop_token_ids[0])
+    ways = gateway.Ways(
+        engine,
+        chat=chat,
+        read=turn_reader(tokenizer, family="qwen3_moe"),
+        routing=RoutingSpec(layers=(0, 1, 2), num_experts=8, top_k=2),
+        limits=TurnLimits(max_turns=3, max_tokens=gateway.MAX_TOKENS),
+    )
+    load = gateway.draw(chat, sessions=4, calls=3, tokens=8, seed=0)
+    client, served = await LeanClient.start(), Sessions(EndpointConfig())
+    try:
+        for number, way in enumerate((ways.bare, ways.sessions, partial(ways.http, served=served, client=client))):
+            done = engine.work.copy()
+            await way(load, f"{number}")
+            assert (engine.work - done).tolist() == [*load.work]
+    finally:
+        await served.close()
+        await client.close()
