@@ -16,7 +16,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, RolloutError, StateLostError, TurnLimits
 from agent_loop.reward import Completion, Reward, Score, score_in_time
-from agent_loop.session import AgentSession, TurnReader
+from agent_loop.session import AgentSession, CallRefused, TurnReader
 from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
@@ -44,7 +44,7 @@ class ModelAccess:
 
 
 Program = Callable[[Prompt, ModelAccess], Awaitable[Any]]
-"""Runs one rollout. Returns the reward, or None if the session or the task gives it."""
+"""Runs one rollout. Returns the reward, a mapping agent -> reward, or None if the session or the task gives it."""
 
 
 async def external(prompt: Prompt, model: ModelAccess) -> None:
@@ -114,7 +114,7 @@ class ProgramLoop:
     """An AgentLoop that runs a program.
 
     The reward is what the program returns, else what was reported to the session (the sum over agents), else that of
-    `reward`.
+    `reward`. One number is the reward of each agent.
 
     `Trajectory.info` has
         turns: answered model calls;
@@ -131,6 +131,7 @@ class ProgramLoop:
         gateway: serves the model calls.
         read: reads sampled turns.
         reward: of the task; None if the program or the session gives each reward.
+        agents: name of each agent -> whether it is trained; see `async_rl.rollout.task.Task`.
     """
 
     def __init__(
@@ -144,7 +145,9 @@ class ProgramLoop:
         reward: Reward | None,
         limits: TurnLimits,
         sampling: SamplingConfig,
+        agents: Mapping[str, bool] | None = None,
     ) -> None:
+        self._agents = agents or {}
         self._program = program
         self._gateway = gateway
         self._engine = engine
@@ -165,6 +168,7 @@ class ProgramLoop:
             read=self._read,
             limits=self._limits,
             sampling=self._sampling,
+            agents=self._agents,
             name=session,
             cache_salt=cache_salt,
         )
@@ -173,7 +177,9 @@ class ProgramLoop:
         if calls.stop_reason is None:
             raise RolloutError(f"the agent program of prompt {prompt.index} made no model call")
         stop_reason = StopReason.LENGTH if calls.is_full else calls.stop_reason
-        score = await self._score(prompt, returned, calls, stop_reason)
+        reported = self._reported(prompt, returned, calls)
+        score = await self._score(prompt, reported, calls, stop_reason)
+        rewards = self._by_agent(prompt, trajectory, reported or {"": score.value}) if self._agents else None
         info = {
             "turns": float(calls.counts.calls),
             "paths": float(len(trajectory.paths)),
@@ -182,7 +188,7 @@ class ProgramLoop:
             "refused_answers": float(calls.counts.refused),
             **{f"reward/{name}": value for name, value in score.parts.items()},
         }
-        trajectory.close(stop_reason=stop_reason, reward=score.value, info=info)
+        trajectory.close(stop_reason=stop_reason, reward=score.value, info=info, rewards=rewards)
 
     async def _result(self, prompt: Prompt, access: ModelAccess, calls: AgentSession) -> Any:
         """What the program returns; None if it failed because the limits of the rollout left it no call.
@@ -221,23 +227,51 @@ class ProgramLoop:
                 return None  # a program may raise when its conversation is cut off
             raise RolloutError(f"the agent program of prompt {prompt.index} failed: {describe_error(error)}") from error
 
-    async def _score(self, prompt: Prompt, returned: Any, calls: AgentSession, stop_reason: StopReason) -> Score:
-        if returned is None and not calls.rewards and self._reward is not None:
-            completion = Completion(
-                turns=(calls.messages[-1].content,),
-                stop_reason=stop_reason,
-                messages=calls.messages,
-            )
-            return await score_in_time(
-                self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s
-            )
-        if returned is None and not calls.rewards:
+    def _reported(self, prompt: Prompt, returned: Any, calls: AgentSession) -> Mapping[str, float]:
+        """What the program returned, else what was reported to the session; keys as in `AgentSession.rewards`."""
+        try:
+            reported = calls.rewards if returned is None else calls.named(returned)
+        except CallRefused as error:
+            raise RolloutError(f"the agent program of prompt {prompt.index} returned a {error}") from error
+        for value in reported.values():
+            if not _is_number(value):
+                raise RolloutError(f"the reward of prompt {prompt.index} is {value!r}; rewards are finite numbers")
+        return reported
+
+    async def _score(
+        self, prompt: Prompt, reported: Mapping[str, float], calls: AgentSession, stop_reason: StopReason
+    ) -> Score:
+        """The reward of the whole rollout; its parts are what was reported for each agent, or those of the task."""
+        if reported:
+            parts = {agent: value for agent, value in (calls.rewards | dict(reported)).items() if agent}
+            return Score(float(sum(reported.values())), parts)
+        if self._reward is None:
             raise RolloutError(
                 f"the rollout of prompt {prompt.index} has no reward; return it from the program, report it to the "
                 "session, or give Task(rewards=...)"
             )
-        parts = {agent: value for agent, value in calls.rewards.items() if agent}
-        value = sum(calls.rewards.values()) if returned is None else returned
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise RolloutError(f"the reward of prompt {prompt.index} is {value!r}; rewards are finite numbers")
-        return Score(float(value), parts)
+        completion = Completion(turns=(calls.messages[-1].content,), stop_reason=stop_reason, messages=calls.messages)
+        return await score_in_time(self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s)
+
+    def _by_agent(self, prompt: Prompt, trajectory: Trajectory, reported: Mapping[str, float]) -> dict[str, float]:
+        """Reward of each trained agent that made a call.
+
+        Raises:
+            RolloutError: there is none, or one has no reward.
+        """
+        called = {part.path.agent for part in trajectory.sequence_parts()}
+        trained = [agent for agent in sorted(called) if self._agents.get(agent, True)]
+        if not trained:
+            raise RolloutError(
+                f"the rollout of prompt {prompt.index} has calls of {', '.join(sorted(called))} only, which the task "
+                "does not train (Task.agents)"
+            )
+        for agent in trained:
+            if agent not in reported and "" not in reported:
+                raise RolloutError(f"the rollout of prompt {prompt.index} has no reward for agent {agent!r}")
+        return {agent: reported[agent if agent in reported else ""] for agent in trained}
+
+
+def _is_number(value: object) -> bool:
+    """Of a program, which may return anything."""
+    return isinstance(value, int | float) and math.isfinite(value)

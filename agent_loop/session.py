@@ -12,7 +12,8 @@ after that answer become the observation of a new turn:
 
 Two messages are equal if role, text, reasoning, author and calls are; arguments of calls are compared as JSON values,
 and ids of calls are not compared. An answer that a limit cut is not extended; its tokens become context of another
-path. An answer of this session in a conversation that was rewritten around it keeps its sampled tokens, as context.
+path. An answer of this session in a conversation that was rewritten around it keeps its sampled tokens, as context. A
+call attaches to answers of its own agent only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +34,7 @@ from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_to
 from agent_loop.engine import Engine, EngineError, SamplingConfig
 from agent_loop.loop import Message, RolloutError, ToolUse, TurnLimits
 from message_queue.tokens import Int32Array, StopReason
-from message_queue.trajectory import Trajectory, Turn
+from message_queue.trajectory import POLICY, Trajectory, Turn
 
 T = TypeVar("T")
 
@@ -137,12 +138,15 @@ class AgentSession:
         trajectory: an empty one; the session adds its paths and does not close it.
         chat: of the task; tools and stop strings come with each call.
         read: reads sampled turns.
+        agents: names of the agents; a call with another name is of the agent `POLICY`. Rewards may have other names
+            only if there are none.
         name: of the rollout, unique in the run, without "#".
         cache_salt: see `agent_loop.loop.AgentLoop.run`.
 
     Attributes:
+        agents: names that calls and rewards may have.
         counts: figures so far.
-        rewards: agent -> its reward; "" is the whole session.
+        rewards: agent -> its reward; "" is that of all agents without one.
         messages: conversation of the newest answer, that answer included; of a call with tokens only the answer.
         stop_reason: of the newest answer; None before the first.
         is_full: whether a call was refused because the limits of the rollout leave none.
@@ -159,10 +163,12 @@ class AgentSession:
         read: TurnReader,
         limits: TurnLimits,
         sampling: SamplingConfig,
+        agents: Collection[str] = (),
         name: str,
         cache_salt: str,
     ) -> None:
         self.name = name
+        self.agents = tuple(sorted({*agents, POLICY}))
         self.counts = SessionCounts()
         self.rewards: dict[str, float] = {}
         self.messages: tuple[Message, ...] = ()
@@ -174,6 +180,7 @@ class AgentSession:
         self._read = read
         self._limits = limits
         self._sampling = sampling
+        self._declared = frozenset(agents)
         self._cache_salt = cache_salt
         self.is_full = False
         self.ended = asyncio.Event()
@@ -202,7 +209,7 @@ class AgentSession:
             CallRefused: the call cannot be served; nothing is changed.
         """
         chat = self._chat_of(request)
-        conversation = _conversation_keys(request, chat)
+        conversation = self._conversation_keys(request, chat)
         key = _key(conversation[-1].hex(), str(request.max_tokens), *request.stop)
         answer = await self._once(
             _key("call", request.idempotency_key) if request.idempotency_key else key,
@@ -218,12 +225,13 @@ class AgentSession:
             SessionEnded, SessionFailed, CallRefused: see `answer`.
         """
         tokens = np.asarray(request.token_ids, np.int32)
+        agent = self._agent_of(request)
         digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
-        key = _key("tokens", digest, str(request.max_tokens), str(request.stop_token_ids))
+        key = _key("tokens", agent, digest, str(request.max_tokens), str(request.stop_token_ids))
         answer = await self._once(
             _key("call", request.idempotency_key) if request.idempotency_key else key,
             is_retry=request.is_retry or request.idempotency_key is not None,
-            make=lambda: self._generate(request, tokens),
+            make=lambda: self._generate(request, agent, tokens),
         )
         return _token_answer(answer, request)
 
@@ -234,16 +242,30 @@ class AgentSession:
             CallRefused: the call cannot be served.
         """
         chat = self._chat_of(request)
-        return self._place(request, chat, _conversation_keys(request, chat)).length
+        return self._place(request, chat, self._conversation_keys(request, chat)).length
 
     def reward(self, value: float | Mapping[str, float]) -> None:
-        """Set the reward of the whole session, or that of each named agent; a later one replaces it.
+        """Set the reward of the agents without one of their own, or that of each named agent; a later one replaces it.
 
         Raises:
             SessionEnded: the session has ended.
+            CallRefused: there is no such agent.
         """
         self._require_open()
-        self.rewards |= value if isinstance(value, Mapping) else {"": value}
+        self.rewards |= self.named(value)
+
+    def named(self, value: float | Mapping[str, float]) -> Mapping[str, float]:
+        """Rewards as in `rewards`.
+
+        Raises:
+            CallRefused: there is no such agent.
+        """
+        if not isinstance(value, Mapping):
+            return {"": value}
+        for agent in value:
+            if self._declared and agent not in self.agents:
+                raise CallRefused(f"reward is of agent {agent!r}; the agents are {', '.join(self.agents)}")
+        return value
 
     def end(self) -> None:
         """End the session; calls in flight end with SessionEnded. Idempotent."""
@@ -295,8 +317,8 @@ class AgentSession:
             self._recorded[key] = task.result()
 
     async def _answer(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Answer:
-        place = self._place(request, chat, conversation)
-        path, reason = await self._decode(place, max_tokens=request.max_tokens, find_stop=chat.find_stop)
+        place, agent = self._place(request, chat, conversation), self._agent_of(request)
+        path, reason = await self._decode(place, agent, max_tokens=request.max_tokens, find_stop=chat.find_stop)
         message, stop_text = self._said(path, reason, chat, request.stop)
         answer = self._finished(path, reason, message, stop_text)
         said = _message_key(message)
@@ -306,9 +328,9 @@ class AgentSession:
         self.messages = (*request.messages, message)
         return answer
 
-    async def _generate(self, request: TokenRequest, tokens: Int32Array) -> _Answer:
-        place = self._token_place(tokens)
-        path, reason = await self._decode(place, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
+    async def _generate(self, request: TokenRequest, agent: str, tokens: Int32Array) -> _Answer:
+        place = self._token_place(agent, tokens)
+        path, reason = await self._decode(place, agent, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
         message = Message(role="assistant", content=self._chat.text(sampled_tokens(path.turns[-1])))
         self.messages = (message,)
         return self._finished(path, reason, message)
@@ -324,6 +346,7 @@ class AgentSession:
     async def _decode(
         self,
         place: _Place,
+        agent: str,
         *,
         max_tokens: int | None,
         stop_ids: tuple[int, ...] = (),
@@ -345,7 +368,7 @@ class AgentSession:
         if self._limits.turn_budget(held) < 1:
             raise ContextFull(prompt_tokens=held, max_tokens=self._limits.max_tokens)
         call, self._num_calls = self._num_calls, self._num_calls + 1
-        path = self._path(place.before)
+        path = self._path(place.before, agent)
         path.observe(place.observation)
         decoder = SegmentDecoder(
             self._engine,
@@ -371,10 +394,15 @@ class AgentSession:
         self.stop_reason = reason
         return path, reason
 
-    def _path(self, before: _Answer | None) -> Trajectory:
+    def _agent_of(self, request: ChatRequest | TokenRequest) -> str:
+        return request.agent if request.agent in self._declared else POLICY
+
+    def _path(self, before: _Answer | None, agent: str) -> Trajectory:
         """The path on which a call continues: that of the answer if it ends there, else a new one."""
         if before is None:
-            return self._trajectory.fork(turns=0) if self._trajectory.turns else self._trajectory
+            path = self._trajectory.fork(turns=0) if self._trajectory.turns else self._trajectory
+            path.agent = agent
+            return path
         return before.path if len(before.path.turns) == before.turns else before.path.fork(turns=before.turns)
 
     def _chat_of(self, request: ChatRequest) -> Chat:
@@ -406,10 +434,17 @@ class AgentSession:
         except Exception as error:  # a template is foreign code, and raises what it likes
             raise CallRefused(f"the chat template refuses the conversation: {error}") from error
 
-    def _token_place(self, tokens: Int32Array) -> _Place:
+    def _conversation_keys(self, request: ChatRequest, chat: Chat) -> list[bytes]:
+        """Key of the conversation without messages, then after each message."""
+        keys = [_key(self._agent_of(request), chat.tools_key)]
+        for message in request.messages:
+            keys.append(_after(keys[-1], _message_key(message)))
+        return keys
+
+    def _token_place(self, agent: str, tokens: Int32Array) -> _Place:
         """Where a prompt of tokens attaches: to the longest path up to an answer that it starts with."""
-        newest_first = self._extendable[::-1]
-        for before in sorted(newest_first, key=lambda answer: answer.length, reverse=True):
+        of_agent = [answer for answer in self._extendable[::-1] if answer.path.agent == agent]  # newest first
+        for before in sorted(of_agent, key=lambda answer: answer.length, reverse=True):
             if np.array_equal(before.path.token_ids()[: before.length], tokens[: before.length]):
                 return _Place(before, tokens[before.length :])
         return _Place(None, tokens)
@@ -470,14 +505,6 @@ def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 # ---- keys
-
-
-def _conversation_keys(request: ChatRequest, chat: Chat) -> list[bytes]:
-    """Key of the conversation without messages, then after each message."""
-    keys = [_key(request.agent, chat.tools_key)]
-    for message in request.messages:
-        keys.append(_after(keys[-1], _message_key(message)))
-    return keys
 
 
 def _after(conversation: bytes, message: bytes) -> bytes:

@@ -255,7 +255,11 @@ def _append(trajectory: Trajectory, record: RolloutRecord) -> bool:
         case TrajectoryClosed():
             if {path.path: len(path) for path in trajectory.paths[1:]} != what.forks:
                 return False
-            trajectory.close(stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info))
+            for number, agent in what.agents.items():
+                paths[number].agent = agent
+            trajectory.close(
+                stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info), rewards=what.rewards
+            )
         case _:
             path.observe(what)
     return True

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import msgspec
 
 from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup, Trajectory, Turn
+from message_queue.trajectory import POLICY, PromptGroup, Trajectory, Turn
 
 Span = tuple[int, int]  # (param_version, tokens that it sampled)
 
 
 class SequenceHead(msgspec.Struct, frozen=True, array_like=True):
-    """A training sequence without its content."""
+    """A sequence of `Trajectory.sequences` without its content."""
 
     length: int
     """Tokens t, prompt and tool replies included."""
     spans: tuple[Span, ...]
     """Tokens in the loss by the version that sampled them, by position; neighbours differ in version."""
+    agent: str = POLICY
+    """Agent whose calls sampled them."""
 
 
 class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +38,7 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     The rows of the trajectory cover at most `length - 1` positions.
     """
     sequences: tuple[SequenceHead, ...]
-    """Inputs of the trainer's forward: one sequence for each path, or several with `resume_routing=split`."""
+    """One sequence for each path, or several with `resume_routing=split`."""
     num_segments: int
     """Uninterrupted decodes."""
     num_aborts: int
@@ -47,6 +49,8 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     """Forwarded positions without a row."""
     reward: float
     """Reward of the whole trajectory."""
+    rewards: dict[str, float] | None = None
+    """Agent -> its reward, for the agents that are trained; None trains all sequences with `reward`."""
     stop_reason: StopReason
     """Stop reason of its last segment; ERROR for a rollout that failed."""
     info: dict[str, float] = msgspec.field(default_factory=dict[str, float])
@@ -56,6 +60,19 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
     def failed(self) -> bool:
         """Whether the rollout failed: its tokens take no gradient."""
         return self.stop_reason is StopReason.ERROR
+
+    @property
+    def trained(self) -> dict[str, list[int]]:
+        """Agent that is trained -> numbers of its sequences; empty if the rollout failed."""
+        found: dict[str, list[int]] = {}
+        for number, sequence in enumerate(() if self.failed else self.sequences):
+            if self.rewards is None or sequence.agent in self.rewards:
+                found.setdefault(sequence.agent, []).append(number)
+        return found
+
+    def reward_of(self, agent: str) -> float:
+        """Reward of an agent that is trained."""
+        return self.reward if self.rewards is None else self.rewards[agent]
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -93,13 +110,25 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
         return sum(t.num_sampled for t in self.trajectories)
 
     def tokens_per_version(self) -> dict[int, int]:
-        """`param_version` -> tokens that it sampled (> 0), of rollouts that did not fail."""
+        """`param_version` -> tokens that it sampled (> 0), of rollouts that did not fail and trained agents."""
         counts: Counter[int] = Counter()
         for trajectory in self.trajectories:
-            if not trajectory.failed:
-                for version, tokens in trajectory.spans:
+            for number in chain.from_iterable(trajectory.trained.values()):
+                for version, tokens in trajectory.sequences[number].spans:
                     counts[version] += tokens
         return +counts
+
+    def rewards_by_agent(self) -> dict[str, list[float]]:
+        """Agent that is trained -> its reward in each trajectory in which it is, in order.
+
+        The advantage of an agent is relative to these. A planner made calls in all of three trajectories, a critic in
+        two: {"planner": [1.0, 0.0, 1.0], "critic": [0.2, 0.5]}.
+        """
+        found: dict[str, list[float]] = {}
+        for trajectory in self.trajectories:
+            for agent in trajectory.trained:
+                found.setdefault(agent, []).append(trajectory.reward_of(agent))
+        return found
 
 
 def head_of(group: PromptGroup) -> GroupHead:
@@ -135,14 +164,19 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
     return TrajectoryHead(
         length=sum(len(path) - path.shared_tokens for path in paths),
         sequences=tuple(
-            SequenceHead(length, merged_spans((segment.weights.version, len(segment)) for _, segment in placed))
-            for length, placed, _ in trajectory.sequence_parts()
+            SequenceHead(
+                part.length,
+                merged_spans((segment.weights.version, len(segment)) for _, segment in part.segments),
+                part.path.agent,
+            )
+            for part in trajectory.sequence_parts()
         ),
         num_segments=len(segments),
         num_aborts=sum(_num_aborts(turn) for path in paths for turn in path.turns[path.shared_turns :]),
         row_bytes=sum(s.routed_experts.experts.nbytes for s in segments if s.routed_experts is not None),
         missing_rows=sum(path.num_missing_rows for path in paths),
         reward=trajectory.reward,
+        rewards=trajectory.rewards,
         stop_reason=trajectory.stop_reason,
         info=trajectory.info,
     )

@@ -33,7 +33,7 @@ Settings = Mapping[str, int | str]  # config field -> value
 
 FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
-FORMAT = 5  # 4 had another name for the number of requeues
+FORMAT = 6  # 5 had no agents
 _STATE_ROW = 0
 
 

@@ -4,9 +4,9 @@
         |         |
         +---------+----> dropped(reason)
 
-A sampled token of a trained group took gradient, or it is masked: too old (policy mask), or of a rollout that failed.
-Tokens of a dropped group are dropped. Events count groups and tokens that enter and end; the groups that the queue
-holds count those that are open. `error` and `token_error` compare the two sides.
+A sampled token of a trained group took gradient, or it is masked: too old (policy mask), of a rollout that failed, or
+of an untrained agent. Tokens of a dropped group are dropped. Events count groups and tokens that enter and end; the
+groups that the queue holds count those that are open. `error` and `token_error` compare the two sides.
 """
 
 from __future__ import annotations

@@ -35,6 +35,10 @@ class TrajectoryClosed:
     """Stop reason of its last segment; ERROR for a rollout that failed."""
     reward: float
     """Reward of the whole trajectory."""
+    rewards: Mapping[str, float] | None = None
+    """Agent -> its reward, for the agents that are trained; None trains all paths with `reward`."""
+    agents: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Number of a path -> its agent, if that is not the policy."""
     info: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers that the agent loop or the task noted."""
     forks: Mapping[int, int] = field(default_factory=dict[int, int])

@@ -27,11 +27,16 @@ The fork shares positions 0 to 4. Tokens 3 and 4 are in the loss of the root's s
 the loss of the path that sampled it. Rows 0..3 of the fork are those that the shared segments gave. Its first own
 segment gives row 4, which the root's second turn gave too, and rows 5..8. Its rows therefore do not depend on the
 growth of the root. The tree has 8 + 5 tokens, of which 7 are sampled.
+
+Each path is of one agent, and `close` says which agents are trained:
+
+    made.agent, fork.agent = "planner", "critic"
+    made.close(stop_reason=STOP, reward=1.2, rewards={"planner": 1.0})    the tokens of the critic take no gradient
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
@@ -50,6 +55,8 @@ from message_queue.tokens import (
 from message_queue.training_sequence import TrainingSequence, training_sequence
 
 ResumeRouting = Literal["append", "force", "replace", "split"]
+POLICY = "policy"
+"""Agent of a path, if it has no other name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +72,19 @@ class Turn:
     def num_sampled(self) -> int:
         """Tokens sampled in this turn."""
         return sum(len(s) for s in self.segments)
+
+
+class SequencePart(NamedTuple):
+    """A training sequence before its arrays are made."""
+
+    path: Trajectory
+    """Path that sampled it."""
+    length: int
+    """Tokens, from the start of the path."""
+    segments: list[tuple[int, TokenOutput]]
+    """(position of its first token, segment with tokens), those in the loss."""
+    rows: TrajectoryRows | None
+    """Rows over which they were decoded; None without routing."""
 
 
 class SequenceBranch(NamedTuple):
@@ -85,6 +105,7 @@ class Trajectory:
 
     Attributes:
         path: number of the path; 0 is the root.
+        agent: name of the agent whose turns the path has; a fork has that of its parent until it is set.
         parent: number of the path that was forked; None for the root.
         shared_turns: number of turns shared with the parent; 0 for the root.
         shared_tokens: number of tokens in them.
@@ -106,9 +127,11 @@ class Trajectory:
         self.resume_routing: ResumeRouting = resume_routing
         self.turns: list[Turn] = []
         self.reward: float | None = None
+        self.rewards: dict[str, float] | None = None
         self.stop_reason: StopReason | None = None
         self.info: dict[str, float] = {}
         self.unsure_call: str | None = None  # started before a restart; it may have happened or not
+        self.agent = POLICY
         self.path = self.shared_turns = self.shared_tokens = 0
         self.parent: int | None = None
         self._root: Trajectory | None = None  # None for the root itself
@@ -153,7 +176,7 @@ class Trajectory:
     @property
     def segments(self) -> list[TokenOutput]:
         """All segments in order, path after path."""
-        return [segment for path in self._counted for _, segment in path._own_segments()]
+        return [s for path in self._counted for _, s in path._placed()[path._branches[0].first_segment :]]
 
     @property
     def num_sampled(self) -> int:
@@ -233,7 +256,7 @@ class Trajectory:
             raise ContractError("a fork came before the prompt of its trajectory; call observe first")
         made = copy(self)  # of the same class and, if it is recorded, with the same recorder
         Trajectory.__init__(made, routing=self.routing, resume_routing=self.resume_routing)
-        made._root, made.path, made.parent = root, number, self.path
+        made._root, made.path, made.parent, made.agent = root, number, self.path, self.agent
         for number_of_turn, turn in enumerate(self.turns[:turns], start=1):
             made.turns.append(Turn(turn.observation))
             made._length += len(turn.observation)
@@ -255,21 +278,36 @@ class Trajectory:
     async def start_call(self, call: str) -> None:
         """Announce an outside call that must happen once; the recorder of the trajectory notes it."""
 
-    def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
+    def close(
+        self,
+        *,
+        stop_reason: StopReason,
+        reward: float,
+        info: dict[str, float] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:
         """End the trajectory with its reward: all its paths.
 
+        Args:
+            rewards: agent -> its reward, for the agents that are trained; None trains all paths with `reward`.
+
         Raises:
-            ContractError: closed before, a reward that is not finite, or a fork: only the root is closed.
+            ContractError: closed before, a reward that is not finite, no path is of an agent that is trained, or a
+                fork: only the root is closed.
         """
         if self._root is not None:
             raise ContractError(
                 f"close of path {self.path}, which is a fork; close path 0, which the agent loop was given"
             )
         self._require_open()
-        if not np.isfinite(reward):
-            raise ContractError(f"reward is {reward}; rewards are finite")
+        if not np.isfinite([reward, *(rewards or {}).values()]).all():
+            raise ContractError(f"reward is {reward} and rewards is {rewards}; rewards are finite")
+        agents = {part.path.agent for part in self.sequence_parts()}
+        if rewards is not None and not agents & rewards.keys():
+            raise ContractError(f"rewards is of {sorted(rewards)}, and the paths are of {sorted(agents)}; train one")
         numbers = {key: float(value) for key, value in (info or {}).items()}
         self.stop_reason, self.reward, self.info = stop_reason, float(reward), numbers
+        self.rewards = None if rewards is None else {agent: float(value) for agent, value in rewards.items()}
 
     # ---- contents
 
@@ -288,21 +326,27 @@ class Trajectory:
         Every sampled token is in the loss of exactly one. A path without a sampled token of its own has none; if no
         path has any, the root has one.
         """
-        made: list[TrainingSequence] = []
-        for path in self._counted:
-            if parts := list(path._parts()):
-                ids = path.token_ids()
-                shared = [(at, s) for at, s in path._placed()[: path._branches[0].first_segment] if len(s)]
-                made += [
-                    training_sequence(segments, token_ids=ids[:length], rows=rows, path=path.path, shared=shared)
-                    for length, segments, rows in parts
-                ]
-        return made
+        return [
+            training_sequence(
+                segments,
+                token_ids=path.token_ids()[:length],
+                rows=rows,
+                path=path.path,
+                shared=[(at, s) for at, s in path._placed()[: path._branches[0].first_segment] if len(s)],
+            )
+            for path, length, segments, rows in self.sequence_parts()
+        ]
 
-    def sequence_parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], TrajectoryRows | None]]:
-        """(tokens, placed segments with tokens, rows) of each of `sequences`."""
+    def sequence_parts(self) -> Iterator[SequencePart]:
+        """The parts of `sequences`, in order."""
         for path in self._counted:
-            yield from path._parts()
+            placed = path._placed()
+            ends = [*(branch.first_segment for branch in path._branches[1:]), len(placed)]
+            for branch, end in zip(path._branches, ends, strict=True):
+                own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+                last = branch is path._branches[-1]
+                if own or (last and path._root is None and not path.num_sampled):
+                    yield SequencePart(path, len(path) if last else own[-1][0] + len(own[-1][1]), own, branch.rows)
 
     # ---- inside
 
@@ -321,22 +365,6 @@ class Trajectory:
             raise ContractError(
                 f"the trajectory is closed ({(self._root or self).stop_reason}); nothing can be appended"
             )
-
-    def _parts(self) -> Iterator[tuple[int, list[tuple[int, TokenOutput]], TrajectoryRows | None]]:
-        """`sequence_parts` of this path."""
-        placed = self._placed()
-        ends = [*(branch.first_segment for branch in self._branches[1:]), len(placed)]
-        for branch, end in zip(self._branches, ends, strict=True):
-            own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
-            last = branch is self._branches[-1]
-            if own:
-                yield len(self) if last else own[-1][0] + len(own[-1][1]), own, branch.rows
-            elif last and self._root is None and not self.num_sampled:
-                yield len(self), own, branch.rows
-
-    def _own_segments(self) -> list[tuple[int, TokenOutput]]:
-        """Placed segments without the shared ones."""
-        return self._placed()[self._branches[0].first_segment :]
 
     def _placed(self) -> list[tuple[int, TokenOutput]]:
         """(absolute position of its first token, segment) in order."""

@@ -76,6 +76,7 @@ def build_worker(
                 reward=task.reward,
                 limits=limits,
                 sampling=sampling,
+                agents=task.agents,
             )
         return schedule_replay.loop(loop)
 

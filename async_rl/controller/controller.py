@@ -297,8 +297,8 @@ class Controller:
 
     def _drops_without_spread(self, head: GroupHead) -> bool:
         """Whether a group is dropped because its rewards are equal; of a long row one is trained."""
-        rewards = np.array([t.reward for t in head.trajectories if not t.failed], np.float64)
-        if has_spread(rewards) or self._num_without_spread == self._config.drop_without_spread:
+        spread = any(has_spread(np.array(rewards)) for rewards in head.rewards_by_agent().values())
+        if spread or self._num_without_spread == self._config.drop_without_spread:
             self._num_without_spread = 0
             return False
         self._num_without_spread += 1

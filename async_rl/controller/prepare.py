@@ -78,7 +78,9 @@ def prepare(
         mini_batches=mini_batches,
         rewards=rewards,
     )
-    lengths = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
+    of_rollout = np.unique(made.index[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
+    lengths = _sums(made.num_loss_tokens, of_rollout, int(of_rollout.max()) + 1)
+    in_loss = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
     staleness: dict[str, Any] = {"update": batch.update, "version_updates": version_updates}
     staleness |= {"min_update": batch.min_update, "mini_batches": mini_batches}
     return PreparedBatch(
@@ -88,7 +90,7 @@ def prepare(
         staleness_tokens=staleness_histogram(sound, **staleness),
         metrics={
             **batch_metrics(sound, **staleness),
-            **masking_metrics([t.num_sampled for g in sound for t in g.trajectories], lengths, advantages.values),
+            **masking_metrics(rewards.sampled, in_loss, advantages.values),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
         schedule=scheduled_groups(heads, version_updates=version_updates),

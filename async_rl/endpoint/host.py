@@ -24,8 +24,8 @@ from async_rl.endpoint.errors import (
 )
 from async_rl.endpoint.server import serve
 from async_rl.endpoint.sessions import OpenedSession, SessionHandle, SessionStatus, key_digest, new_key
+from message_queue.trajectory import POLICY
 
-MODEL = "policy"  # name of the model that is trained
 MAX_ENDED = 65_536  # ended sessions that are remembered, so that late calls get 409
 RETRY_S = 5.0  # advised wait of an agent for which no rollout waits
 
@@ -38,7 +38,7 @@ class Handle:
     def __init__(self, session: AgentSession) -> None:
         self._session = session
         self.id = session.name
-        self.agents: Sequence[str] = (MODEL,)
+        self.agents: Sequence[str] = session.agents
 
     @property
     def status(self) -> SessionStatus:
@@ -95,10 +95,10 @@ class EndedHandle:
     """An ended session, whose calls and tokens are gone."""
 
     status: SessionStatus = "ended"
-    agents: Sequence[str] = (MODEL,)
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, agents: Sequence[str]) -> None:
         self.id = name
+        self.agents = agents
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
         """See `SessionHandle`."""
@@ -150,11 +150,11 @@ class Sessions:
         digest = key_digest(key)
         self._by_key[digest], self._keys[session.name] = Handle(session), key
         try:
-            yield ModelAccess(base_url=base_url, api_key=key, model=MODEL)
+            yield ModelAccess(base_url=base_url, api_key=key, model=POLICY)
         finally:
             await session.close()
             del self._by_key[digest], self._keys[session.name]
-            self._ended[digest] = EndedHandle(session.name)
+            self._ended[digest] = EndedHandle(session.name, agents=session.agents)
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 

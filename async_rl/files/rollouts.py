@@ -3,7 +3,8 @@
 step-NNNNNN.parquet   one file per batch and one row per path of a trajectory; `async_rl.trainer.recording` documents
                       the columns. A file appears complete or not at all. The batch of a step that is trained again
                       after a restart replaces its file.
-failed-NNNNNN.jsonl   rollouts that failed when NNNNNN train steps were done, one line each: the fields of FailedRollout
+failed-NNNNNN.jsonl   rollouts that failed or started over when NNNNNN train steps were done, one line each, with the
+                      fields of FailedRollout
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RecordConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedRollout:
-    """A rollout that failed at its last try, with its text up to the error."""
+    """A rollout that failed at its last try, or lost its state and started over, with its text up to the error."""
 
     group: int
     """Id of the group."""

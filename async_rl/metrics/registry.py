@@ -99,7 +99,9 @@ METRICS: dict[str, Metric] = {
     "param_version": Metric("last", "version", "newest published version"),
     "reward/mean": Metric("mean", "reward", "mean over the trajectories of the batch"),
     "reward/std": Metric("mean", "reward", "standard deviation over the trajectories of the batch"),
-    "reward/groups_without_signal": Metric("mean", "share", "groups whose trajectories all have the same reward"),
+    "reward/groups_without_signal": Metric(
+        "mean", "share", "groups whose trajectories all have the same reward, for each agent"
+    ),
     "reward/groups_all_right": Metric("mean", "share", "groups without signal whose reward is above 0"),
     "reward/groups_all_wrong": Metric("mean", "share", "groups without signal whose reward is 0 or less"),
     "rollout/cut_off_fraction": Metric("mean", "share", "trajectories whose last turn hit a token limit (LENGTH)"),
@@ -168,7 +170,7 @@ METRICS: dict[str, Metric] = {
     "ledger/without_spread": Metric("last", "groups", "dropped groups whose rewards are all equal"),
     "ledger/error": Metric("last", "groups", "admitted - trained - dropped - open; must be 0"),
     "ledger/trained_tokens": Metric("last", "tokens", "sampled tokens that were trained"),
-    "ledger/masked_tokens": Metric("last", "tokens", "tokens of trained groups: too old, or of a failed rollout"),
+    "ledger/masked_tokens": Metric("last", "tokens", "tokens of trained groups: too old, failed or untrained"),
     "ledger/dropped_tokens": Metric("last", "tokens", "tokens of dropped groups"),
     "ledger/open_tokens": Metric("last", "tokens", "tokens of finished groups in the queue"),
     "ledger/token_error": Metric("last", "tokens", "generated - trained - masked - dropped - open; must be 0"),
@@ -240,14 +242,14 @@ def batch_metrics(
 
 
 def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
-    """Shares of groups with equal rewards, over groups of two or more trajectories; NaN if there are none.
+    """Shares of groups with equal rewards of each agent, over groups of two or more trajectories; NaN without any.
 
     Four groups with the rewards (1, 1), (0, 0), (0, 1), (0, 0): 0.75 without signal, 0.25 all right, 0.5 all wrong.
     """
-    rewards = [[t.reward for t in group.trajectories] for group in groups if len(group.trajectories) > 1]
-    equal = [values[0] for values in rewards if min(values) == max(values)]
-    right = sum(value > 0 for value in equal)
-    num_groups = len(rewards) or math.nan
+    several = [group for group in groups if len(group.trajectories) > 1]
+    equal = [g for g in several if all(min(values) == max(values) for values in g.rewards_by_agent().values())]
+    right = sum(sum(t.reward for t in group.trajectories) > 0 for group in equal)
+    num_groups = len(several) or math.nan
     return {
         "reward/groups_without_signal": len(equal) / num_groups,
         "reward/groups_all_right": right / num_groups,
@@ -269,24 +271,23 @@ def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]
 
 
 def masking_metrics(
-    sampled: Sequence[int], with_gradient: Sequence[int], advantages: NDArray[np.float32]
+    sampled: NDArray[np.int64], with_gradient: Sequence[int], advantages: NDArray[np.float32]
 ) -> dict[str, float]:
     """Tokens that are too old for the loss: their number, and their share by sign of the advantage.
 
     Args:
-        sampled: [S], sampled tokens of each trajectory.
+        sampled: int64 [S], sampled tokens of each trajectory.
         with_gradient: [S], tokens in the loss of each trajectory.
         advantages: float32 [S].
     """
-    total = np.array(sampled, np.int64)
-    masked = total - np.array(with_gradient, np.int64)
+    masked = sampled - np.array(with_gradient, np.int64)
 
     def share(of: NDArray[np.bool_]) -> float:
-        return float(masked[of].sum() / max(1, total[of].sum()))
+        return float(masked[of].sum() / max(1, sampled[of].sum()))
 
     return {
         "staleness/masked_tokens": float(masked.sum()),
-        "staleness/masked_fraction": share(np.ones(len(total), np.bool_)),
+        "staleness/masked_fraction": share(np.ones(len(sampled), np.bool_)),
         "staleness/masked_fraction_positive": share(advantages > 0),
         "staleness/masked_fraction_negative": share(advantages < 0),
     }

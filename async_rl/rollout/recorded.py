@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from async_rl.inference.notifier import Notifier
 from message_queue.content import ContentWriter
 from message_queue.progress import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import POLICY, Trajectory
 
 
 class RolloutLogError(RuntimeError):
@@ -123,9 +123,22 @@ class RecordedTrajectory(Trajectory):
         self._record(len(made), Forked(parent=self.path, turns=turns), made.path)
         return made
 
-    def close(self, *, stop_reason: StopReason, reward: float, info: dict[str, float] | None = None) -> None:
+    def close(
+        self,
+        *,
+        stop_reason: StopReason,
+        reward: float,
+        info: dict[str, float] | None = None,
+        rewards: Mapping[str, float] | None = None,
+    ) -> None:
         """See Trajectory."""
-        super().close(stop_reason=stop_reason, reward=reward, info=info)
-        forks = {fork.path: len(fork) for fork in self._forks}
-        end = TrajectoryClosed(stop_reason=stop_reason, reward=float(reward), info=self.info, forks=forks)
+        super().close(stop_reason=stop_reason, reward=reward, info=info, rewards=rewards)
+        end = TrajectoryClosed(
+            stop_reason=stop_reason,
+            reward=float(reward),
+            info=self.info,
+            forks={fork.path: len(fork) for fork in self._forks},
+            rewards=self.rewards,
+            agents={path.path: path.agent for path in self.paths if path.agent != POLICY},
+        )
         self._record(len(self), end, self.path)

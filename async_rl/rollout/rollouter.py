@@ -118,7 +118,7 @@ class Rollouter:
         log: stores rollouts while they grow.
         failure: handling of failed rollouts.
         note: called with a text for every failure.
-        failed: called with each rollout that failed at its last try; needs `decode`.
+        failed: called with each rollout that failed at its last try, or starts over; needs `decode`.
         decode: token ids -> text, with control tokens; called in a thread. None for no calls of `failed`.
 
     Attributes:
@@ -273,7 +273,7 @@ class Rollouter:
         session, policy = session_name(admission.group, number), self._failure
         for tried in range(1, policy.max_retries + 2):
             try:
-                await self._run_loop(prompt, admission, trajectories, number)
+                await self._run_loop(prompt, admission, trajectories, number, is_retry=tried > 1)
                 self._failing.clear()
                 return True
             except (EngineError, ContractError, RolloutLogError):
@@ -316,7 +316,7 @@ class Rollouter:
         )
 
     async def _run_loop(
-        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int
+        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int, *, is_retry: bool
     ) -> None:
         """Run the agent loop; if a tool has lost its state, on an empty trajectory in place of the existing one.
 
@@ -328,6 +328,8 @@ class Rollouter:
             await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
         except StateLostError as error:
             self._note(f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}")
+            if not is_retry:  # the failure before a retry has a reason of its own
+                await self._report_failed(prompt, admission, number, trajectory, error)
             self.tokens.add(group, -trajectory.num_sampled)
             trajectories[number] = self._watched(group, number, self._new_trajectory())
             await self._loop.run(prompt, trajectory=trajectories[number], session=session, cache_salt=salt)

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
@@ -34,6 +34,7 @@ from agent_loop.user_errors import describe_error
 from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, leave_out, open_rows, split_rows
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
+from message_queue.trajectory import POLICY
 
 T = TypeVar("T")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -61,6 +62,8 @@ class Task:
             or objects with the interface of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
         agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.program`. `external` takes
             programs outside of the run.
+        agents: name of each agent of the program, as in the field `model` of its calls -> whether it is trained. Each
+            has rewards and a baseline of its own. A call with another name is of the agent `policy`, which is trained.
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
         shuffle: whether rows that are not generated are shuffled in each epoch.
@@ -78,6 +81,8 @@ class Task:
     """Texts for the user about the rows that are left out; complete after the first prompt."""
     program: Program | None = None
     """Agent program that makes the rollouts; None for the loop of `build_loop`."""
+    agents: Mapping[str, bool] = {}
+    """Name of each agent of the program -> whether it is trained."""
     reward: Reward | None = None
     """Reward of a rollout; None if the agent program gives it."""
     _num_tokens: Callable[[Prompt], int] | None = None
@@ -92,6 +97,7 @@ class Task:
         validation: Source | Mapping[str, Source] | float | None = None,
         tools: Sequence[Any] = (),
         agent: Program | None = None,
+        agents: Mapping[str, bool] | None = None,
         template: str | None = None,
         system: str | None = None,
         shuffle: bool = True,
@@ -119,7 +125,8 @@ class Task:
                 f"agent is given with environment={environment!r} and tools={tools!r}; leave out both, as the agent "
                 "calls its own tools"
             )
-        self.program = agent
+        self.program, self.agents = agent, agents or {}
+        _check_agents(self.agents, program=agent)
         self._environment = None if environment is None else EnvironmentClass(environment)
         self.reward = None if rewards is None else FunctionReward(weighted(rewards))
         self._tool_sources: list[ToolSource] = []
@@ -366,6 +373,23 @@ def _check_types(*, texts: Mapping[str, Any], tools: Any, max_prompt_tokens: Any
             raise ValueError(f"{name} is {text!r}; give a text, or None")
     if isinstance(tools, str) or not isinstance(tools, Sequence):
         raise ValueError(f"tools is {tools!r}; give a list")
+
+
+def _check_agents(agents: Any, *, program: Program | None) -> None:
+    """Check the argument `agents` of `Task`.
+
+    Raises:
+        ValueError: it cannot be used.
+    """
+    if not isinstance(agents, Mapping) or not all(name and isinstance(name, str) for name in agents):
+        raise ValueError(f'agents is {agents!r}; give name -> whether it is trained, such as {{"planner": True}}')
+    given = cast(Mapping[str, object], agents)
+    if any(not isinstance(trained, bool) for trained in given.values()):
+        raise ValueError(f"agents is {dict(given)}; each value is True (trained) or False")
+    if not any({POLICY: True, **given}.values()):
+        raise ValueError(f"agents is {dict(given)}; train one of them")
+    if given and program is None:
+        raise ValueError(f"agents is {dict(given)} without agent; give the program that makes their calls")
 
 
 def held_out_sets(found: Sequence[T] | Mapping[str, Sequence[T]]) -> Mapping[str, Sequence[T]]:

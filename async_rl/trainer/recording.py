@@ -4,10 +4,10 @@ One row per trajectory, and one for each other path with sampled tokens of its o
 
     train_step, mini_batch          of the batch: its last step; optimizer step of the batch, from 0
     group, trajectory, prompt_index id of the group, number in the group, index of the prompt
-    path                            number of the path in the trajectory; 0 is the root
+    path, agent                     number of the path in the trajectory, 0 is the root; agent whose turns it has
     admitted_version                weights when the group was admitted
-    reward, info, stop_reason       info: parts of the reward and counts of the agent loop
-    advantage                       null for a rollout that failed
+    reward, info, stop_reason       of the rollout; info: parts of the reward and counts of the agent loop
+    advantage                       null for a rollout that failed, or an agent that is not trained
     prompt, turns                   text, tool calls and the reply after each turn; text includes control tokens
     segments                        start, tokens, param_version, staleness, replica, stop_reason
     token_ids                       the T tokens of the path; those that it shares with a row above count as not sampled
@@ -15,7 +15,8 @@ One row per trajectory, and one for each other path with sampled tokens of its o
     proximal_logprobs, logprobs     of the trainer before the batch, and when the token was trained
     gradient_share                  share of the token in the gradient of its optimizer step, see below
     effect                          `trained`; the filters that changed its weight, as `clip` or `clip+mask`;
-                                    `too_old` (staleness.policy=mask); `no_spread` (all rewards of the group were equal)
+                                    `too_old` (staleness.policy=mask); `no_spread` (the rewards of the agent were equal
+                                    in the group); `untrained` (the agent is not trained)
     routed_experts                  [T, moe_layers, top_k], the experts to which the engine routed each token, or -1 if
                                     the engine gave none for it (always for the last token); null for trajectories that
                                     exceed rollout.record.routing_bytes. No column if the run captures no routing. The
@@ -39,7 +40,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -56,8 +57,8 @@ from message_queue.tokens import Int32Array
 from message_queue.training_sequence import SampledRun, TrainingSequence
 
 TRAINED = ["+".join(name for i, name in enumerate(FILTERS) if code >> i & 1) for code in range(1 << len(FILTERS))]
-EFFECTS = ["trained", *TRAINED[1:], "too_old", "no_spread"]
-TOO_OLD, NO_SPREAD = len(EFFECTS) - 2, len(EFFECTS) - 1
+EFFECTS = ["trained", *TRAINED[1:], "too_old", "no_spread", "untrained"]
+TOO_OLD, NO_SPREAD, UNTRAINED = range(len(EFFECTS) - 3, len(EFFECTS))
 VALUES = ("proximal_logprobs", "logprobs", "gradient_share", "filters")
 SequenceValues = Mapping[int, NDArray[np.float64]]
 """Number of a sequence -> float64 [4, n], VALUES of its n tokens in the loss; only sequences with a forward pass."""
@@ -81,6 +82,7 @@ _ROW = pa.schema(
         ("group", pa.int64()),
         ("trajectory", pa.int32()),
         ("path", pa.int32()),
+        ("agent", pa.string()),
         ("prompt_index", pa.int64()),
         ("admitted_version", pa.int64()),
         ("reward", pa.float64()),
@@ -250,10 +252,8 @@ def rollout_table(
     rows: list[dict[str, Any]] = []
     tokens: list[_Tokens] = []
     for group, head in sorted(batch.recorded.heads.items()):
-        numbers = np.flatnonzero(batch.index[:, 0] == group)
         for number, trajectory in enumerate(head.trajectories):
-            own = numbers[batch.index[numbers, 1] == number].tolist()
-            for path, of_path in _by_path(batch, own).items():
+            for path, of_path in _by_path(batch, group, number).items():
                 of_tokens = _tokens(batch, values, of_path)
                 common = {
                     "train_step": batch.recorded.train_step,
@@ -263,7 +263,8 @@ def rollout_table(
                     "prompt_index": head.prompt,
                     "admitted_version": head.admitted_version,
                 }
-                rows.append(common | _of_trajectory(trajectory) | _of_training(batch, of_path, of_tokens, tokenizer))
+                of_training = _of_training(batch, group, of_path, of_tokens, tokenizer)
+                rows.append(common | _of_trajectory(trajectory) | of_training)
                 tokens.append(of_tokens)
     table = pa.Table.from_pylist(rows, schema=_ROW)
     offsets = pa.array(np.cumsum([0, *(len(t.token_ids) for t in tokens)]), pa.int32())
@@ -282,11 +283,26 @@ def rollout_table(
     return table.append_column("routed_experts", routing).replace_schema_metadata(layers)
 
 
-def _by_path(batch: TrainingBatch, numbers: Sequence[int]) -> dict[int, list[int]]:
+class _Recorded(NamedTuple):
+    """A sequence of a recorded trajectory."""
+
+    agent: str
+    """Its agent."""
+    sequence: TrainingSequence
+    """Its content."""
+    number: int | None
+    """Number in the batch; None if its agent is not trained."""
+
+
+def _by_path(batch: TrainingBatch, group: int, trajectory: int) -> dict[int, list[_Recorded]]:
     """Path -> its sequences among those of a trajectory; path 0 without any for a failed rollout."""
-    found: dict[int, list[int]] = {}
-    for number in numbers:
-        found.setdefault(batch.sequence(number).path, []).append(number)
+    assert batch.recorded is not None
+    own = np.flatnonzero((batch.index[:, :2] == (group, trajectory)).all(axis=1)).tolist()
+    numbers = {int(batch.index[number, 2]): number for number in own}
+    heads = batch.recorded.heads[group].trajectories[trajectory].sequences
+    found: dict[int, list[_Recorded]] = {}
+    for at, sequence in enumerate(batch.contents[group][trajectory]):
+        found.setdefault(sequence.path, []).append(_Recorded(heads[at].agent, sequence, numbers.get(at)))
     return found or {0: []}
 
 
@@ -330,16 +346,19 @@ class _Tokens:
     """Its last training sequence; None for a failed rollout."""
 
 
-def _tokens(batch: TrainingBatch, values: SequenceValues, numbers: Sequence[int]) -> _Tokens:
-    """Columns of the path whose sequences are `numbers`; without sequences (a failed rollout) no tokens."""
-    last = batch.sequence(numbers[-1]) if numbers else None
+def _tokens(batch: TrainingBatch, values: SequenceValues, of_path: Sequence[_Recorded]) -> _Tokens:
+    """Columns of a path; without sequences (a failed rollout) no tokens."""
+    last = of_path[-1].sequence if of_path else None
     token_ids = np.zeros(0, np.int32) if last is None else last.token_ids
     values_of_tokens = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
     effect = np.full(len(token_ids), -1, np.int8)
-    for number in numbers:
-        sequence, trained = batch.sequence(number), batch.loss_tokens(number).positions
+    for _agent, sequence, number in of_path:
         sampled = np.concatenate([np.arange(0), *(np.arange(r.start, r.start + r.tokens) for r in sequence.runs)])
         values_of_tokens[0, sampled] = sequence.logprobs
+        if number is None:
+            effect[sampled] = UNTRAINED
+            continue
+        trained = batch.loss_tokens(number).positions
         effect[sampled] = TOO_OLD
         effect[trained] = NO_SPREAD
         if number in values:
@@ -351,17 +370,21 @@ def _of_trajectory(head: TrajectoryHead) -> dict[str, Any]:
     return {"reward": head.reward, "info": list(head.info.items()), "stop_reason": str(head.stop_reason)}
 
 
-def _of_training(batch: TrainingBatch, numbers: Sequence[int], tokens: _Tokens, tokenizer: Any) -> dict[str, Any]:
-    """Cells of a path that its sequences `numbers` determine; none for a failed rollout."""
-    if not numbers:
+def _of_training(
+    batch: TrainingBatch, group: int, of_path: Sequence[_Recorded], tokens: _Tokens, tokenizer: Any
+) -> dict[str, Any]:
+    """Cells of a path that its sequences determine; none for a failed rollout."""
+    if not of_path:
         return {"turns": [], "segments": []}
-    mini_batch = int(batch.mini_batch[numbers[0]])
-    segments = [segment for number in numbers for segment in batch.sequence(number).runs]
+    agent, _, number = of_path[0]
+    mini_batch = int(batch.mini_batch[batch.index[:, 0] == group][0])
+    segments = [segment for each in of_path for segment in each.sequence.runs]
     now = batch.current_update + mini_batch
     prompt, turns = _turns(tokens.token_ids, segments, tokenizer)
     return {
+        "agent": agent,
         "mini_batch": mini_batch,
-        "advantage": float(batch.advantages[numbers[0]]),
+        "advantage": None if number is None else float(batch.advantages[number]),
         "prompt": prompt,
         "turns": turns,
         "segments": [

@@ -57,7 +57,7 @@ def make_engine(script=None, **options):
     return FakeEngine(script or Answers(), **options)
 
 
-def make_session(engine, *, limits=LIMITS, resume_routing="append"):
+def make_session(engine, *, limits=LIMITS, resume_routing="append", agents=()):
     trajectory = Trajectory(routing=SPEC, resume_routing=resume_routing)
     session = AgentSession(
         trajectory,
@@ -66,6 +66,7 @@ def make_session(engine, *, limits=LIMITS, resume_routing="append"):
         read=READ,
         limits=limits,
         sampling=SamplingConfig(),
+        agents=agents,
         name="g0-t0",
         cache_salt="v0",
     )
@@ -167,7 +168,7 @@ async def test_session_compares_arguments_of_calls_as_json_and_no_ids(arguments)
     check_exact(trajectory, engine)
 
 
-async def test_session_makes_a_path_of_a_call_with_other_arguments_or_another_agent_or_tools():
+async def test_session_makes_a_path_of_a_call_with_other_arguments_or_tools():
     engine = make_engine(Answers(a=CALL))
     session, trajectory = make_session(engine)
     first = await session.answer(request(user("a")))
@@ -175,11 +176,35 @@ async def test_session_makes_a_path_of_a_call_with_other_arguments_or_another_ag
     sent = dataclasses.replace(first.message, tool_calls=(dataclasses.replace(call, arguments='{"x": 2}'),))
     reply = Message(role="tool", content="3")
     await session.answer(request(user("a"), sent, reply))
-    await session.answer(dataclasses.replace(request(user("a"), first.message, reply), agent="other"))
     tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
     await session.answer(request(user("a"), first.message, reply, tools=tools))
-    assert [path.shared_turns for path in trajectory.paths] == [0, 0, 0, 0]
+    assert [path.shared_turns for path in trajectory.paths] == [0, 0, 0]
     check_exact(trajectory, engine)
+
+
+@pytest.mark.parametrize("agents", [(), ("planner", "critic")])
+async def test_session_attaches_a_call_to_answers_of_its_own_agent_only(agents):
+    """Every agent continues the answer of the planner, by messages and by tokens."""
+    engine = make_engine()
+    session, trajectory = make_session(engine, limits=dataclasses.replace(LIMITS, max_turns=11), agents=agents)
+    first = await session.answer(dataclasses.replace(request(user("a")), agent="planner"))
+    held = (*trajectory.token_ids().tolist(), *ids("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"))
+    for name in ("critic", "gpt-4o", "", "planner", "policy"):
+        await session.answer(dataclasses.replace(request(user("a"), first.message, user("b")), agent=name))
+        await session.generate(TokenRequest(token_ids=held, agent=name))
+    alone, shared = ("critic", 0), ("planner", 1)
+    expected = [alone, alone, *[("policy", 0)] * 4, shared, *[("policy", 0)] * 2] if agents else [("policy", 1)] * 9
+    assert [(path.agent, path.shared_turns) for path in trajectory.paths[1:]] == expected
+    assert (trajectory.agent, len(trajectory.turns)) == ("planner" if agents else "policy", 2)
+    check_exact(trajectory, engine)
+
+
+async def test_reward_of_an_agent_that_is_not_declared_is_refused_by_name():
+    session, _ = make_session(make_engine(), agents=("planner",))
+    session.reward({"planner": 1.0, "policy": 0.5})
+    with pytest.raises(CallRefused, match=r"'critic'.*planner, policy"):
+        session.reward({"planner": 0.0, "critic": 1.0})
+    assert session.rewards == {"planner": 1.0, "policy": 0.5}
 
 
 async def test_session_does_not_extend_an_answer_that_a_limit_cut():

@@ -111,7 +111,7 @@ def check_rollouts(directory, steps, groups):
             for behaviour, current, effect in zip(
                 row["behaviour_logprobs"], row["logprobs"], row["effect"], strict=True
             )
-            if effect not in (None, "too_old", "no_spread")
+            if effect not in (None, "too_old", "no_spread", "untrained")
         ]
         assert len(pairs) == step["tokens"]
         difference = [behaviour - current for behaviour, current in pairs]

@@ -147,11 +147,14 @@ def uneven_task(options, *, seed):
 
 
 class AgentTask(CalculatorTask):
-    """An agent program that rewrites its histories at random, over HTTP; an untrained model ends turns at letters."""
+    """An agent program that rewrites its histories at random, over HTTP; an untrained model ends turns at letters.
+
+    Its agents have rewards of their own, and the critic is not trained.
+    """
 
     def __init__(self, config, *, seed):
         super().__init__(config, seed=seed)
-        self.program = self.act
+        self.program, self.agents = self.act, {"solver": True, "critic": False}
 
     def chat(self, tokenizer):
         return Chat(tokenizer, end_of_turn=END_OF_TURN, stop_tokens=tuple("abcdefgh01234567"))
@@ -162,7 +165,8 @@ class AgentTask(CalculatorTask):
             agent = RandomAgent(over_openai(client), chance=chance, max_tokens=16)
             with contextlib.suppress(openai.BadRequestError):  # the limits leave no call
                 await agent.run(chance.randint(2, 5))
-        return float(len(agent.history[-1].content) % 2)
+        parity = len(agent.history[-1].content) % 2
+        return {"policy": float(parity), "solver": len(agent.history) % 4 / 4, "critic": 0.5}
 
 
 def agent_task(options, *, seed):

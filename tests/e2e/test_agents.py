@@ -1,5 +1,6 @@
 """A run whose rollouts are made by agent programs over HTTP, which rewrite their histories, under publishes."""
 
+import numpy as np
 import pytest
 
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
@@ -22,6 +23,27 @@ def test_agents_that_rewrite_their_histories_are_trained_exactly(tmp_path):
     output = finish(process)
     assert process.returncode == 0, output
     steps, groups = check_records(tmp_path, steps=STEPS, staleness=1, k3=k3_bound(tmp_path / "warm_start"))
-    check_rollouts(tmp_path, steps, groups)
+    files = check_rollouts(tmp_path, steps, groups)
     assert all(step["info/paths"] > 1.5 and step["info/turns"] > 2 for step in steps)
     assert sum(step["info/retries"] for step in steps) > 0
+    check_agents([row for rows in files.values() for row in rows if row["stop_reason"] != "error"])
+
+
+def check_agents(rows):
+    """Each agent has a baseline of its own; the critic is recorded and not trained."""
+    rewards, advantages = {}, {}
+    for row in rows:
+        effects = {effect for effect in row["effect"] if effect is not None}
+        assert (row["agent"] == "critic") == (row["advantage"] is None) == (effects == {"untrained"})
+        if row["agent"] != "critic":
+            key = row["group"], row["agent"]
+            rewards.setdefault(key, {})[row["trajectory"]] = dict(row["info"])[f"reward/{row['agent']}"]
+            advantages.setdefault(key, {})[row["trajectory"]] = row["advantage"]
+    assert {row["agent"] for row in rows} == {"policy", "solver", "critic"}
+    assert any(value for (_, agent), found in advantages.items() for value in found.values() if agent == "solver")
+    for key, found in rewards.items():
+        values = np.array(list(found.values()))
+        spread = values.std(ddof=1) if len(values) > 1 else 0.0
+        np.testing.assert_allclose(
+            list(advantages[key].values()), (values - values.mean()) / (spread + 1e-6), rtol=1e-5
+        )

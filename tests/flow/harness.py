@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,7 +145,10 @@ class FakeTrainer:
 
 
 class Loop:
-    """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance."""
+    """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance.
+
+    agents: name -> whether it is trained, of further agents, each with a path; the trained ones have 1 - reward.
+    """
 
     def __init__(
         self,
@@ -156,7 +159,9 @@ class Loop:
         reward=lambda trajectory: float(len(trajectory) % 2),
         limits=LIMITS,
         turns=1,
+        agents=None,
     ):
+        self._agents = agents or {}
         self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
         self._reward_fail, self._reward = reward_fail, reward
 
@@ -180,7 +185,20 @@ class Loop:
         if (error := self._reward_fail(session)) is not None:
             raise error
         info = {"refused_answers": float(decoder.num_refused), "length": float(len(trajectory))}
-        trajectory.close(stop_reason=reason, reward=self._reward(trajectory), info=info)
+        reward = self._reward(trajectory)
+        rewards = {"policy": reward} | {agent: 1 - reward for agent, trained in self._agents.items() if trained}
+        for number, agent in enumerate(self._agents, start=1):
+            path = trajectory.paths[number] if len(trajectory.paths) > number else trajectory.fork(turns=0)
+            path.agent = agent
+            if not path.turns:
+                path.observe(head)
+            await decoder.decode(path, max_new_tokens=4 - path.num_sampled)
+        trajectory.close(
+            stop_reason=reason,
+            reward=sum(rewards.values()),
+            info=info,
+            rewards=rewards if self._agents else None,
+        )
 
 
 class Prompts:
@@ -261,6 +279,7 @@ class Harness:
         validation_samples=1,
         limits: TurnLimits = LIMITS,
         turns: int = 1,
+        agents: Mapping[str, bool] | None = None,
         publish_timeout_s: float = 5.0,
         start: RunState | None = None,
         seed: int = 0,
@@ -305,7 +324,9 @@ class Harness:
             self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
         self.recorder = Recorder(directory, console=self.spy, trackers=self.spy, rollouts=RecordConfig())
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
-        loop = Loop(engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns)
+        loop = Loop(
+            engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns, agents=agents
+        )
         self.wrap_roll = lambda roll: roll
 
         def rollouter(log):

@@ -127,6 +127,7 @@ async def test_run_killed_several_times_gets_to_its_end(tmp_path, seed):
         ({"max_staleness": 2, "resume_routing": "replace", "mean_length": 30}, 2),
         ({"max_staleness": 2, "resume_routing": "split", "mean_length": 30}, 2),
         ({"turns": 3}, 1),
+        ({"agents": {"solver": True, "critic": False}}, 1),
     ],
     ids=str,
 )

@@ -27,6 +27,24 @@ async def test_only_groups_with_spread_are_trained_and_the_others_are_counted(tm
     assert all(line["tokens"] > 0 and line["segments"] >= 3 for line in dropped)
 
 
+async def test_spread_of_one_agent_is_enough_and_an_untrained_agent_has_no_gradient(tmp_path):
+    """The rewards of policy and solver are opposite, so that those of the rollouts are all equal."""
+    harness = Harness(tmp_path, drop_without_spread=1000, agents={"solver": True, "critic": False})
+    assert await harness.run()
+    steps, total = harness.check_staleness(1), harness.check_ledger()
+    assert all(step["reward/mean"] == 1 and step["reward/std"] == 0 for step in steps)
+    assert all(step["reward/groups_without_signal"] == 0 for step in steps)
+    for batch in harness.trainer.batches:
+        parts = list(zip(batch.trajectory.tolist(), batch.index.tolist(), batch.advantages.tolist(), strict=True))
+        assert [at for _, (_, _, at), _ in parts] == [0, 1] * (len(parts) // 2), "path 2 is the critic's"
+        assert [number for number, _, _ in parts] == list(range(len(parts)))
+        assert all(mine == -other != 0 for (_, _, mine), (_, _, other) in zip(parts[::2], parts[1::2], strict=True))
+        assert all(len(batch.contents[g][t]) == 3 for _, (g, t, _), _ in parts), "it is recorded"
+    trained = sum(int(batch.num_loss_tokens.sum()) for batch in harness.trainer.batches)
+    assert total["trained_tokens"] == trained and total["masked_tokens"] >= 3 * total["trained"]
+    assert sum(step["staleness/masked_tokens"] for step in steps) == 0, "they are not too old"
+
+
 @pytest.mark.parametrize("row", [1, 3])
 async def test_a_run_in_which_no_group_has_spread_trains_one_after_each_row(tmp_path, row):
     harness = Harness(tmp_path, drop_without_spread=row, max_staleness=0, reward=lambda trajectory: 1.0)

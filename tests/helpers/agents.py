@@ -78,7 +78,8 @@ class RandomAgent:
     async def ask_sub_agent(self) -> ChatAnswer:
         """Another agent answers first, to another system prompt; its words go into the conversation."""
         system = Message(role="system", content=words(self._chance))
-        asked = ChatRequest(messages=(system, self.history[-1]), agent="sub", max_tokens=self._max_tokens)
+        name = self._chance.choice(("solver", "critic"))
+        asked = ChatRequest(messages=(system, self.history[-1]), agent=name, max_tokens=self._max_tokens)
         found = await self._answer(asked)
         self.history[-1] = Message(role="user", content=found.message.content or "nothing")
         return await self.call()

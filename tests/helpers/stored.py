@@ -48,7 +48,12 @@ def records_of(trajectory: Trajectory, *, group: int = 0, number: int = 0, hando
     if trajectory.stop_reason is not None and trajectory.reward is not None:
         forks = {path.path: len(path) for path in trajectory.paths[1:]}
         end = TrajectoryClosed(
-            stop_reason=trajectory.stop_reason, reward=trajectory.reward, info=dict(trajectory.info), forks=forks
+            stop_reason=trajectory.stop_reason,
+            reward=trajectory.reward,
+            info=dict(trajectory.info),
+            forks=forks,
+            rewards=trajectory.rewards,
+            agents={path.path: path.agent for path in trajectory.paths},
         )
         add(trajectory, len(trajectory), end)
     return records

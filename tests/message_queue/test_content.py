@@ -87,7 +87,17 @@ def same_trajectory(a: Trajectory, b: Trajectory):
     for array in (Trajectory.token_ids, param_versions, behaviour_logprobs):
         one, other = array(a), array(b)
         assert one.dtype == other.dtype and np.array_equal(one, other)
-    for name in ("reward", "stop_reason", "info", "num_rows", "num_unavailable_rows", "routing", "closed"):
+    for name in (
+        "agent",
+        "reward",
+        "rewards",
+        "stop_reason",
+        "info",
+        "num_rows",
+        "num_unavailable_rows",
+        "routing",
+        "closed",
+    ):
         assert getattr(a, name) == getattr(b, name)
     assert a.resume_routing == b.resume_routing
     for one, other in zip(a.sequences(), b.sequences(), strict=True):

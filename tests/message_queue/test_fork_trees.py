@@ -171,7 +171,7 @@ def content(root):
             (path.path, path.parent, path.shared_turns, path.shared_tokens, path.num_rows, path.unsure_call),
             [(t.observation.tolist(), [s.token_ids.tolist() for s in t.segments]) for t in path.turns],
             [(s.path, s.token_ids.tolist(), s.runs, s.shared, s.row_runs, dense(s)) for s in path.sequences()],
-            (path.stop_reason, path.reward),
+            (path.stop_reason, path.reward, path.rewards, path.agent),
         )
         for path in root.paths
     ]
@@ -256,7 +256,10 @@ class Schedule(RuleBasedStateMachine):
     def teardown(self):
         """A kill after any record leaves the tree as it was then."""
         root = self.tree.trajectory
-        root.close(stop_reason=StopReason.STOP, reward=1.0)
+        for path in root.paths:
+            path.agent = ("policy", "planner", "critic")[path.path % 3]
+        agents = sorted({part.path.agent for part in root.sequence_parts()})
+        root.close(stop_reason=StopReason.STOP, reward=1.0, rewards={agents[0]: 0.25})
         self.note()
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

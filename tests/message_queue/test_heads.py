@@ -3,13 +3,14 @@
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.heads import head_of, merged_spans
-from message_queue.tokens import StopReason
+from message_queue.heads import GroupHead, head_of, merged_spans
+from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import loss_mask, param_versions
 from tests.helpers.groups import SPEC, routed, segment, trajectory
@@ -80,11 +81,47 @@ def test_head_counts_aborts_between_the_strides_of_a_turn(parts, num_aborts):
 
 
 def test_head_of_a_failed_trajectory_has_no_tokens_with_gradient():
-    failed = trajectory(segment(3, version=2))
-    failed.stop_reason = StopReason.ERROR
-    head = head_of(group_of(failed))
+    head = head_of(group_of(failed_trajectory()))
     assert head.num_tokens == 3
     assert head.tokens_per_version() == {}
+
+
+def test_head_of_an_untrained_agent_has_tokens_without_gradient():
+    made = trajectory_of_agents(planner=2, critic=3)
+    made.close(stop_reason=StopReason.STOP, reward=1.5, rewards={"planner": 1.0})
+    both = trajectory_of_agents(critic=4, planner=1)
+    both.close(stop_reason=StopReason.STOP, reward=0.25)
+    head = head_of(group_of(made, both, failed_trajectory()))
+    assert [s.agent for s in head.trajectories[0].sequences] == ["planner", "critic"]
+    assert [t.trained for t in head.trajectories] == [{"planner": [0]}, {"critic": [0], "planner": [1]}, {}]
+    assert (head.num_tokens, head.tokens_per_version()) == (2 + 3 + 4 + 1 + 3, {2: 2 + 4 + 1})
+    assert head.rewards_by_agent() == {"planner": [1.0, 0.25], "critic": [0.25]}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(head), type=GroupHead) == head
+
+
+def trajectory_of_agents(**tokens):
+    """An open trajectory with a path for each agent and as many sampled tokens."""
+    made = path = Trajectory(routing=None)
+    for agent, count in tokens.items():
+        path = made.fork(turns=0) if made.turns else made
+        path.agent = agent
+        path.observe(np.arange(2, dtype=np.int32))
+        path.extend(segment(count, version=2))
+    return made
+
+
+def failed_trajectory():
+    failed = trajectory(segment(3, version=2))
+    failed.stop_reason = StopReason.ERROR
+    return failed
+
+
+@pytest.mark.parametrize("rewards", [{"judge": 1.0}, {}, {"planner": float("nan")}])
+def test_trajectory_without_a_trained_path_or_with_no_number_is_refused(rewards):
+    made = trajectory_of_agents(planner=2)
+    with pytest.raises(ContractError, match="rewards"):
+        made.close(stop_reason=StopReason.STOP, reward=1.0, rewards=rewards)
+    assert not made.closed
 
 
 def test_head_of_an_open_trajectory_is_refused():

@@ -137,6 +137,7 @@ def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
             config=AdvantageConfig(name=advantage),
             values=columns["rewards"].numpy(),
             groups=group,
+            agents=np.zeros(count, np.int64),
             sampled=mask.sum(1).numpy(),
         )
         if "rewards" in columns

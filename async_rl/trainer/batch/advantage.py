@@ -1,12 +1,15 @@
 """Advantages: the reward of a trajectory relative to its prompt group or to the batch.
 
+If several agents of a program are trained, the part of a rollout that one agent sampled is a trajectory of its own here
+and has the reward of that agent. Its advantage is relative to the same agent in the other rollouts.
+
 The driver computes them from heads. If the KL is a part of the reward, the trainer ranks compute them again, because
 only the trainer knows the KL of a token (`BatchRewards.with_kl`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -27,7 +30,7 @@ class AdvantageConfig:
     """How rewards become advantages.
 
     `mean` and `std` are over the trajectories of the prompt group. `token mean` and `token variance` are over the
-    sampled tokens of the batch, and a token has the value of its trajectory.
+    sampled tokens of the batch, and a token has the value of its trajectory. All are over one agent.
 
     grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, without the 1e-6.
     dr_grpo                       r - mean. Liu et al. 2025, arXiv 2503.20783.
@@ -60,7 +63,7 @@ class Advantages:
     values: NDArray[np.float32]
     """float32 [S]."""
     informative: NDArray[np.bool_]
-    """bool [S]; False if the rewards of the group (or batch) are all equal: the trajectory has no policy gradient."""
+    """bool [S]; False if the rewards of its agent in the group (or batch) are all equal: it has no policy gradient."""
 
     def __post_init__(self) -> None:
         if self.values.shape != self.informative.shape or self.values.ndim != 1:
@@ -83,26 +86,37 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BatchRewards:
-    """Rewards of the S trajectories of a batch that did not fail, in order, and how they become advantages."""
+    """Rewards of the S trajectories of a batch that did not fail, in order, and how they become advantages.
+
+    Two rollouts of a prompt, in which a planner has the rewards 1 and 0 and a critic 0.5 in the second only:
+
+        values (1, 0, 0.5)    groups (0, 0, 1)    agents (1, 1, 0)
+    """
 
     config: AdvantageConfig
     """How rewards become advantages."""
     values: NDArray[np.float64]
     """float64 [S], from the task."""
     groups: NDArray[np.int64]
-    """int64 [S], ascending, number of the prompt group."""
+    """int64 [S], number of the prompt group and agent: rewards of one number are relative to each other."""
+    agents: NDArray[np.int64]
+    """int64 [S], number of the agent."""
     sampled: NDArray[np.int64]
     """int64 [S], sampled tokens, including tokens that are not in the loss."""
 
     def advantages(self) -> Advantages:
         """Advantages of the trajectories."""
-        if self.config.name == "reinforce_plus_plus":
-            return _over_tokens(self.values, self.sampled)
-        rewards = np.split(self.values, np.flatnonzero(np.diff(self.groups)) + 1)
-        if self.config.name == "reinforce_plus_plus_baseline":
-            centred = [r - r.mean() if has_spread(r) else np.zeros(len(r)) for r in rewards]
-            return _over_tokens(np.concatenate(centred), self.sampled)
-        return _join([group_advantages(r, self.config.name) for r in rewards])
+        match name := self.config.name:
+            case "reinforce_plus_plus":
+                return _over_tokens(self.values, self.sampled, of=self.agents)
+            case "reinforce_plus_plus_baseline":
+                centred = self.values.copy()
+                for places in _parts(self.groups):
+                    rewards = self.values[places]
+                    centred[places] = rewards - rewards.mean() if has_spread(rewards) else 0.0
+                return _over_tokens(centred, self.sampled, of=self.agents)
+            case _:
+                return _of_parts(self.groups, lambda places: group_advantages(self.values[places], name))
 
     def with_kl(self, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float) -> TokenAdvantages:
         """Advantages with the penalty coefficient * KL in the reward, as in verl.
@@ -134,23 +148,32 @@ class BatchRewards:
         found = _over_tokens(
             np.concatenate([returns, penalised.values]),
             np.concatenate([np.ones_like(trajectory), self.sampled - in_loss]),
+            of=np.concatenate([self.agents[trajectory], self.agents]),
         ).values
         return TokenAdvantages(tokens=found[: len(kl)], trajectories=found[len(kl) :], penalties=penalties)
 
 
 def batch_rewards(groups: Sequence[GroupHead], config: AdvantageConfig) -> BatchRewards:
-    """Rewards of all trajectories of `groups`, which must not include failed ones."""
-    flat = [(number, t) for number, group in enumerate(groups) for t in group.trajectories]
+    """Rewards of the trajectories of `groups` that did not fail, in the order of `training_batch`."""
+    flat = [
+        (number, agent, t.reward_of(agent), sum(tokens for i in of_agent for _, tokens in t.sequences[i].spans))
+        for number, group in enumerate(groups)
+        for t in group.trajectories
+        for agent, of_agent in t.trained.items()
+    ]
+    names = {agent: number for number, agent in enumerate(sorted({agent for _, agent, _, _ in flat}))}
+    agents = np.array([names[agent] for _, agent, _, _ in flat], np.int64)
     return BatchRewards(
         config=config,
-        values=np.array([t.reward for _, t in flat], np.float64),
-        groups=np.array([number for number, _ in flat], np.int64),
-        sampled=np.array([t.num_sampled for _, t in flat], np.int64),
+        values=np.array([reward for _, _, reward, _ in flat], np.float64),
+        groups=np.array([number for number, _, _, _ in flat], np.int64) * len(names) + agents,
+        agents=agents,
+        sampled=np.array([tokens for _, _, _, tokens in flat], np.int64),
     )
 
 
 def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> Advantages:
-    """Advantages of all trajectories of `groups`, which must not include failed ones."""
+    """Advantages of the trajectories of `groups` that did not fail."""
     return batch_rewards(groups, config).advantages()
 
 
@@ -169,26 +192,38 @@ def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> 
     return centred.astype(np.float32), True
 
 
-def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> Advantages:
-    """Whiten `values` [S] of trajectories with `tokens` [S] sampled tokens; all are informative if any two differ.
+def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64], *, of: NDArray[np.int64]) -> Advantages:
+    """Whiten `values` [S] of trajectories with `tokens` [S] sampled tokens, for each agent `of` [S] on its own."""
+    return _of_parts(of, lambda places: _whitened(values[places], tokens[places]))
+
+
+def _whitened(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
+    """Whitened values float32 [n], and False if all values [n] with tokens are equal.
 
     Values (1, 0) with (3, 1) tokens have the token mean 0.75 and the token variance 0.25, so they become (0.5, -1.5).
     """
     total = int(tokens.sum())
     if total < 2 or not has_spread(values[tokens > 0]):
-        return Advantages(values=np.zeros(len(values), np.float32), informative=np.zeros(len(values), np.bool_))
+        return np.zeros(len(values), np.float32), False
     centred = values - (tokens @ values) / total
     variance = (tokens @ centred**2) / (total - 1)
-    whitened = centred / np.sqrt(variance + _VARIANCE_EPSILON)
-    return Advantages(values=whitened.astype(np.float32), informative=np.ones(len(values), np.bool_))
+    return (centred / np.sqrt(variance + _VARIANCE_EPSILON)).astype(np.float32), True
 
 
-def _join(groups: Sequence[tuple[NDArray[np.float32], bool]]) -> Advantages:
-    """Concatenate (values, informative) of the groups."""
-    return Advantages(
-        values=np.concatenate([values for values, _ in groups]),
-        informative=np.concatenate([np.full(len(values), informative) for values, informative in groups]),
-    )
+def _of_parts(
+    labels: NDArray[np.int64], advantages: Callable[[NDArray[np.int64]], tuple[NDArray[np.float32], bool]]
+) -> Advantages:
+    """Advantages of each part on its own, from its places."""
+    values, informative = np.zeros(len(labels), np.float32), np.zeros(len(labels), np.bool_)
+    for places in _parts(labels):
+        values[places], informative[places] = advantages(places)
+    return Advantages(values=values, informative=informative)
+
+
+def _parts(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Places of each label. Labels (1, 0, 1): [1] and [0, 2]."""
+    order = np.argsort(labels, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
 
 
 def has_spread(rewards: NDArray[np.float64]) -> bool:

@@ -1,9 +1,10 @@
 """A training batch: lengths and coordinates of its sequences, and their content or references to the content.
 
 Nothing is padded or cut. The driver plans with the numbers only. A trajectory is one sequence, or several with
-`resume_routing=split` or forks. Every sampled token is in the loss of at most one sequence. Tokens from weights older
-than `min_update` (staleness.policy=mask) are excluded from the loss and from normalisation; they still serve as
-context.
+`resume_routing=split` or forks. If several agents are trained, the sequences of each agent in a rollout count as a
+trajectory; those of an untrained agent are not in the batch. Every sampled token is in the loss of at most one
+sequence. Tokens from weights older than `min_update` (staleness.policy=mask) are excluded from the loss and from
+normalisation; they still serve as context.
 
 A token is *pure* if trainer and engine can differ on it by rounding only. It must have lag 0, every position before it
 must have a routing row, and their K/V must come from the current weights over these rows:
@@ -191,7 +192,7 @@ def training_batch(
     Args:
         heads: [G].
         contents: [G], GroupContent of each group or a reference to it.
-        advantages: of the trajectories that did not fail, in order.
+        advantages: of the trajectories that did not fail, in the order of `batch_rewards`.
         current_update, version_updates, min_update, retained_kv: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
         rewards: see TrainingBatch.
@@ -201,10 +202,10 @@ def training_batch(
             was not published, or by weights newer than the current ones.
     """
     trajectories = [
-        (g, t, trajectory)
+        (g, t, [(at, trajectory.sequences[at]) for at in of_agent])
         for g, head in enumerate(heads)
         for t, trajectory in enumerate(head.trajectories)
-        if not trajectory.failed
+        for of_agent in trajectory.trained.values()
     ]
     if not trajectories:
         raise BatchError("the batch has no trajectories")
@@ -212,8 +213,8 @@ def training_batch(
         raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
     of_group = [0 if mini_batches is None else mini_batches[head.group] for head in heads]
     rows: list[tuple[int, ...]] = []
-    for number, (g, t, trajectory) in enumerate(trajectories):
-        for at, sequence in enumerate(trajectory.sequences):
+    for number, (g, t, sequences) in enumerate(trajectories):
+        for at, sequence in sequences:
             young = _young_tokens(sequence, version_updates, min_update=min_update, now=current_update + of_group[g])
             is_left = young > 0 or not sequence.spans
             rows.append((g, t, at, sequence.length, young, number, of_group[g], is_left))

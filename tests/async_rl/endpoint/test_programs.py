@@ -1,6 +1,7 @@
 """Agent programs with the clients that people use, through the endpoint and the agent loop, on a fake engine."""
 
 import asyncio
+import dataclasses
 import json
 import sys
 
@@ -38,7 +39,7 @@ async def sessions():
     await host.close()
 
 
-def make_loop(program, sessions, engine, *, reward=None, limits=LIMITS):
+def make_loop(program, sessions, engine, *, reward=None, limits=LIMITS, agents=None):
     return ProgramLoop(
         program=program,
         gateway=sessions,
@@ -48,6 +49,7 @@ def make_loop(program, sessions, engine, *, reward=None, limits=LIMITS):
         reward=reward,
         limits=limits,
         sampling=SamplingConfig(),
+        agents=agents,
     )
 
 
@@ -158,6 +160,72 @@ async def test_rewards_of_agents_are_summed_and_noted(sessions):
     trajectory = await roll(program, sessions)
     assert trajectory.reward == 0.75
     assert (trajectory.info["reward/planner"], trajectory.info["reward/solver"]) == (0.25, 0.5)
+
+
+def planner_and_critic(returned, *, after=None):
+    """A program of two agents; `after` gets the access when both have made their calls."""
+
+    async def program(prompt, access):
+        await with_openai(prompt, dataclasses.replace(access, model="planner"))
+        await with_anthropic(prompt, dataclasses.replace(access, model="critic"))
+        if after is not None:
+            await after(access)
+        return returned
+
+    return program
+
+
+BOTH = {"planner": 1.0, "critic": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("agents", "returned", "reward", "rewards"),
+    [
+        ({"planner": True, "critic": True}, BOTH, 1.25, BOTH),
+        ({"planner": True, "critic": True}, 0.5, 0.5, {"planner": 0.5, "critic": 0.5}),
+        ({"planner": True, "critic": True}, None, 0.75, {"planner": 0.75, "critic": 0.75}),  # of the task
+        ({"planner": True, "critic": False}, BOTH, 1.25, {"planner": 1.0}),
+        ({"critic": False}, {"policy": 1.0}, 1.0, {"policy": 1.0}),
+        ({}, BOTH, 1.25, None),
+    ],
+)
+async def test_agents_have_rewards_of_their_own_if_they_are_trained(agents, returned, reward, rewards, sessions):
+    program = planner_and_critic(returned)
+    trajectory = await roll(program, sessions, agents=agents, reward=FakeReward(value=0.75))
+    assert (trajectory.reward, trajectory.rewards) == (reward, rewards)
+    assert [path.agent for path in trajectory.paths] == [a if a in agents else "policy" for a in ("planner", "critic")]
+    if isinstance(returned, dict):
+        assert {name: trajectory.info[f"reward/{name}"] for name in returned} == returned
+
+
+@pytest.mark.parametrize(
+    ("agents", "returned", "text"),
+    [
+        ({"planner": True, "critic": False}, {"planner": 1.0, "judge": 0.0}, r"'judge'.*critic, planner, policy"),
+        ({"planner": True, "critic": True}, {"planner": 1.0}, "no reward for agent 'critic'"),
+        ({"planner": False, "critic": False}, BOTH, "calls of critic, planner only"),
+        ({"planner": True, "critic": True}, {**BOTH, "planner": float("inf")}, "is inf"),
+        ({"planner": True}, {"planner": "good"}, "is 'good'"),
+    ],
+)
+async def test_rollout_whose_agents_cannot_be_trained_fails_by_name(agents, returned, text, sessions):
+    with pytest.raises(RolloutError, match=text):
+        await roll(planner_and_critic(returned), sessions, agents=agents)
+
+
+async def test_reward_for_an_undeclared_agent_gets_400_and_models_lists_the_agents(sessions):
+    async def report(access):
+        headers = {"Authorization": f"Bearer {access.api_key}"}
+        async with aiohttp.ClientSession(access.base_url, headers=headers) as client:
+            async with client.post("/sessions/g0-t0/reward", json={"reward": {"judge": 1.0}}) as answer:
+                assert answer.status == 400 and "'judge'" in await answer.text()
+            async with client.post("/sessions/g0-t0/reward", json={"reward": BOTH}) as answer:
+                assert answer.status == 200 and (await answer.json())["agents"] == ["critic", "planner", "policy"]
+            async with client.get("/v1/models") as answer:
+                assert [model["id"] for model in (await answer.json())["data"]] == ["critic", "planner", "policy"]
+
+    trajectory = await roll(planner_and_critic(None, after=report), sessions, agents=dict.fromkeys(BOTH, True))
+    assert trajectory.rewards == BOTH
 
 
 async def test_late_call_and_the_key_of_another_session_are_refused(sessions):

@@ -1,5 +1,7 @@
 """Recorded trajectories: paths, records and counted tokens, also after a restart."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.heads import head_of
-from message_queue.progress import CallStarted, Forked, TrajectoryClosed
+from message_queue.progress import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.helpers.groups import segment
@@ -29,6 +31,25 @@ def recorded(existing=None):
         existing or Trajectory(routing=None), record=lambda *record: records.append(record), count=counted.append
     )
     return made, records, counted
+
+
+async def test_agents_and_their_rewards_come_back_after_a_restart(tmp_path):
+    root, records, _ = recorded()
+    for number, agent in enumerate(("planner", "critic", "policy")):
+        path = root.fork(turns=0) if number else root
+        path.agent = agent
+        path.observe(tokens(2))
+        path.extend(segment(1 + number))
+    root.close(stop_reason=StopReason.STOP, reward=1.5, rewards={"planner": 1.0, "policy": 0.5})
+    writer = await ContentWriter.open(tmp_path, name="a", run=RUN, fsync=False)
+    await writer.append(
+        [RolloutRecord(group=0, trajectory=0, handout=0, at=at, what=what, path=path) for at, what, path in records]
+    )
+    await writer.close()
+    (group,) = read(tmp_path, 0).groups.values()
+    found = head_of(group).trajectories[0]
+    assert found == head_of(replace(group, trajectories=[root])).trajectories[0]
+    assert (found.trained, found.rewards) == ({"planner": [0], "policy": [2]}, {"planner": 1.0, "policy": 0.5})
 
 
 async def test_forks_are_recorded_and_their_tokens_counted_once():
@@ -87,20 +108,26 @@ class Compacting:
         trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
 
 
-@pytest.mark.parametrize("failure", [RolloutError("again"), StateLostError("over")])
-async def test_a_rollout_with_forks_is_retried_counted_and_stored(tmp_path, failure):
-    notes = []
+AGAIN, OVER = RolloutError("again"), StateLostError("over")
+
+
+@pytest.mark.parametrize(("failures", "started_over"), [([AGAIN], []), ([OVER], ["over"]), ([AGAIN, OVER], [])])
+async def test_a_rollout_with_forks_is_retried_counted_and_stored(tmp_path, failures, started_over):
+    notes, failed = [], []
     store = await ContentWriter.open(tmp_path, name="rollout-0000", run=RUN, fsync=False)
     rollouter = Rollouter(
-        loop=Compacting(failure),
+        loop=Compacting(*failures),
         routing=None,
         trajectories_per_group=1,
         log=StoredRolloutLog(store),
         failure=FailureConfig(max_retries=1),
         note=notes.append,
+        failed=failed.append,
+        decode=str,
     )
     group = await rollouter.roll(PROMPT, admission(0))
-    assert not isinstance(group, DroppedGroup) and len(notes) == 1
+    assert not isinstance(group, DroppedGroup) and len(notes) == len(failures)
+    assert [(r.group, r.error) for r in failed] == [(0, f"StateLostError: {text}") for text in started_over]
     (made,) = group.trajectories
     assert [len(path) for path in made.paths] == [8, 11]
     assert rollouter.tokens.pop(0) == head_of(group).num_tokens == 8

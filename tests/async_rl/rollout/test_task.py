@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from agent_loop import SamplingConfig, SingleTurnLoop, ToolUseLoop, TurnLimits
+from agent_loop import SamplingConfig, SingleTurnLoop, ToolUseLoop, TurnLimits, external
 from agent_loop.tools import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.prompts import prompt_order
@@ -131,6 +131,22 @@ def test_a_task_with_tools_has_a_loop_of_several_turns(tools, kind):
         engine=None, tokenizer=build_tokenizer(), sampling=SamplingConfig(), limits=limits, gate=PauseGate()
     )
     assert isinstance(loop, kind)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"agents": ["planner"]},
+        {"agents": {"planner": "yes"}},
+        {"agents": {"": True}},
+        {"agents": {"planner": False, "policy": False}},
+        {"agents": {"planner": True}, "agent": None, "rewards": exact},
+    ],
+)
+def test_agents_that_cannot_be_used_are_refused(options):
+    with pytest.raises(ValueError, match="agents is"):
+        Task(**{"prompts": ROWS, "agent": external, **options})
+    assert Task(prompts=ROWS, agent=external, agents={"critic": False}).agents == {"critic": False}
 
 
 # ---- rows that are left out

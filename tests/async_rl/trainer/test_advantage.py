@@ -2,6 +2,7 @@
 
 import statistics
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +16,9 @@ from async_rl.trainer.batch.advantage import (
     compute_advantages,
     group_advantages,
 )
-from message_queue.heads import head_of
+from async_rl.trainer.batch.training_batch import training_batch
+from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead, head_of
+from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
 from tests.helpers import numerics
 from tests.helpers.groups import segment, trajectory
@@ -154,6 +157,109 @@ def test_the_kl_in_the_reward_counts_tokens_that_are_too_old_for_the_loss(name):
     masked = rewards.with_kl(np.zeros(0), trajectory=np.zeros(0, np.int64), coefficient=0.3)
     assert len(masked.tokens) == 0
     np.testing.assert_allclose(masked.trajectories, without.values, rtol=numerics.EPSILON)
+
+
+# ---- several agents
+
+AGENTS = ("critic", "judge", "planner", "policy")
+ROLLOUTS = st.fixed_dictionaries({agent: st.none() | st.integers(0, 4) for agent in AGENTS})
+
+
+@st.composite
+def batches_of_agents(draw):
+    """Heads of groups, whose rollouts have one or two sequences of each of some agents; the judge is never trained."""
+    heads = []
+    for number in range(draw(st.integers(1, 4))):
+        rollouts = []
+        for made in draw(st.lists(ROLLOUTS, min_size=1, max_size=5)):
+            rewards = {agent: quarter / 4 for agent, quarter in made.items() if quarter is not None}
+            agents = draw(
+                st.permutations([*rewards, *draw(st.lists(st.sampled_from([*rewards] or ["judge"]), max_size=2))])
+            )
+            trained = {agent: reward for agent, reward in rewards.items() if agent != "judge"}
+            failed = not trained or draw(st.integers(0, 9)) == 0
+            lengths = [draw(st.integers(1, 4)) for _ in agents]
+            rollouts.append(
+                TrajectoryHead(
+                    length=99,
+                    sequences=tuple(SequenceHead(9, ((0, n),), a) for n, a in zip(lengths, agents, strict=True)),
+                    num_segments=1,
+                    num_aborts=0,
+                    row_bytes=0,
+                    missing_rows=0,
+                    reward=-1.0,
+                    rewards=None if failed else trained,
+                    stop_reason=StopReason.ERROR if failed else StopReason.STOP,
+                )
+            )
+        heads.append(
+            GroupHead(group=number, prompt=0, admitted_version=0, admitted_update=0, trajectories=tuple(rollouts))
+        )
+    return heads
+
+
+def of_agent(agent, heads):
+    """(rewards, tokens) of each group, lists over the rollouts in which the agent is trained."""
+    found = []
+    for head in heads:
+        sound = [t for t in head.trajectories if t.rewards is not None and agent in t.rewards]
+        tokens = [sum(n for s in t.sequences if s.agent == agent for _, n in s.spans) for t in sound]
+        found.append(([t.rewards[agent] for t in sound], tokens))
+    return [(rewards, tokens) for rewards, tokens in found if rewards]
+
+
+def expected_of_agent(name, groups):
+    """Advantages of one agent, of lists of rewards and tokens; 0 if there is nothing to compare."""
+    if name in ("grpo", "dr_grpo", "rloo"):
+        return [
+            value
+            for rewards, tokens in groups
+            for value in (by_formula(name, [rewards], tokens) if len(set(rewards)) > 1 else [0.0] * len(rewards))
+        ]
+    of_groups = [rewards for rewards, _ in groups]
+    shown = [r - (statistics.mean(of) if name.endswith("baseline") else 0) for of in of_groups for r in of]
+    if max(shown, default=0) - min(shown, default=0) < 1e-6:
+        return [0.0] * len(shown)
+    return by_formula(name, of_groups, [n for _, tokens in groups for n in tokens])
+
+
+@given(batches_of_agents(), st.sampled_from(AdvantageName.__args__), st.randoms(use_true_random=False))
+def test_advantages_of_each_agent_are_relative_to_the_same_agent_alone(heads, name, chance):
+    rewards = batch_rewards(heads, AdvantageConfig(name=name))
+    found = rewards.advantages()
+    if not len(found.values):
+        return
+    nothing = [None] * len(heads)
+    batch = training_batch(heads, nothing, advantages=found, current_update=0, version_updates={0: 0}, rewards=rewards)
+    places = [(heads[g].trajectories[t], at) for g, t, at in batch.index.tolist()]
+    agents = np.array([t.sequences[at].agent for t, at in places])
+    assert int(batch.num_loss_tokens.sum()) == sum(sum(head.tokens_per_version().values()) for head in heads)
+    assert sorted(set(batch.trajectory.tolist())) == list(range(len(found.values)))
+    assert (np.diff(batch.trajectory) >= 0).all(), "as `with_kl` needs it"
+    assert "judge" not in agents and not any(t.failed for t, _ in places)
+    kl = np.array([chance.uniform(-1, 1) for _ in range(int(batch.num_loss_tokens.sum()))])
+    of_token = np.repeat(batch.trajectory, batch.num_loss_tokens)
+    with_kl = rewards.with_kl(kl, trajectory=of_token, coefficient=0.3)
+    for agent in set(agents):
+        own, first = np.unique(batch.trajectory[agents == agent], return_index=True)
+        expected = expected_of_agent(name, of_agent(agent, heads))
+        np.testing.assert_allclose(found.values[own], expected, rtol=numerics.EPSILON, atol=1e-12)
+        assert batch.advantages[agents == agent][first].tolist() == found.values[own].tolist()
+        alone = [msgspec.structs.replace(h, trajectories=tuple(only(agent, t) for t in h.trajectories)) for h in heads]
+        of_own = np.isin(of_token, own)
+        numbers = np.searchsorted(own, of_token[of_own])
+        single = batch_rewards(alone, AdvantageConfig(name=name)).with_kl(
+            kl[of_own], trajectory=numbers, coefficient=0.3
+        )
+        assert single.tokens.tolist() == with_kl.tokens[of_own].tolist()
+        assert single.penalties.tolist() == with_kl.penalties[own].tolist()
+
+
+def only(agent, head):
+    """The rollout with one agent trained; failed if it is not there."""
+    if head.rewards is None or agent not in head.rewards:
+        return msgspec.structs.replace(head, rewards=None, stop_reason=StopReason.ERROR)
+    return msgspec.structs.replace(head, rewards={agent: head.rewards[agent]})
 
 
 def test_advantages_of_unequal_length_and_unknown_names_are_refused():

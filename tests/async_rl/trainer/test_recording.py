@@ -53,7 +53,31 @@ def recorded(tmp_path, *, routing_bytes, routing=SPEC):
 
 def test_each_path_with_sampled_tokens_is_a_row():
     root = trajectory_of_paths()
+    rows = rows_of(PromptGroup(group=5, prompt=0, admitted_version=0, admitted_update=0, trajectories=[root]))
+    assert [(row["trajectory"], row["path"], row["reward"]) for row in rows] == [(0, 0, 1.0), (0, 2, 1.0)]
+    assert [row["token_ids"] for row in rows] == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 7, 0, 1]]
+    assert [sum(p is not None for p in row["behaviour_logprobs"]) for row in rows] == [3, 2]
+    assert [[turn["text"] for turn in row["turns"]] for row in rows] == [["0 1 2"], ["0 1"]]
+    assert [row["prompt"] for row in rows] == ["0 1", "0 1 0 1 2 7"]
+
+
+def test_path_of_an_untrained_agent_is_a_row_without_advantage():
+    root = trajectory_of_paths()
+    root.paths[2].agent, root.stop_reason = "critic", None
+    root.close(stop_reason=StopReason.STOP, reward=1.5, rewards={"policy": 1.0})
     group = PromptGroup(group=5, prompt=0, admitted_version=0, admitted_update=0, trajectories=[root])
+    rows = rows_of(group)
+    assert [(row["path"], row["agent"], row["advantage"]) for row in rows] == [(0, "policy", 1.0), (2, "critic", None)]
+    assert [[e for e in row["effect"] if e] for row in rows] == [["no_spread"] * 3, ["untrained"] * 2]
+    assert [[p is not None for p in row["behaviour_logprobs"]] for row in rows] == [
+        [False, False, True, True, True],
+        [False] * 6 + [True, True],
+    ]
+    assert [row["segments"][0]["start"] for row in rows] == [2, 6]
+
+
+def rows_of(group):
+    """Recorded rows of a group of one trained trajectory, without values of the trainer."""
     head = head_of(group)
     batch = training_batch(
         [head],
@@ -63,12 +87,7 @@ def test_each_path_with_sampled_tokens_is_a_row():
         version_updates={0: 0},
     )
     batch = replace(batch, recorded=RecordedGroups(train_step=1, heads={0: head}))
-    rows = rollout_table(batch, {}, tokenizer=Numbers()).to_pylist()
-    assert [(row["trajectory"], row["path"], row["reward"]) for row in rows] == [(0, 0, 1.0), (0, 2, 1.0)]
-    assert [row["token_ids"] for row in rows] == [[0, 1, 0, 1, 2], [0, 1, 0, 1, 2, 7, 0, 1]]
-    assert [sum(p is not None for p in row["behaviour_logprobs"]) for row in rows] == [3, 2]
-    assert [[turn["text"] for turn in row["turns"]] for row in rows] == [["0 1 2"], ["0 1"]]
-    assert [row["prompt"] for row in rows] == ["0 1", "0 1 0 1 2 7"]
+    return rollout_table(batch, {}, tokenizer=Numbers()).to_pylist()
 
 
 def trajectory_of_paths():
