@@ -186,7 +186,9 @@ class AgentSession:
         self.ended = asyncio.Event()
         self._failed = asyncio.Event()
         self._num_calls = 0
+        self._running = set[asyncio.Task[_Answer]]()
         self._in_flight: dict[bytes, asyncio.Task[_Answer]] = {}
+        """Key of a call -> the newest of its running tasks, for retries."""
         self._answers: dict[bytes, _Answer] = {}
         """Key of a conversation that ends with an answer -> that answer, if it may be extended."""
         self._extendable: list[_Answer] = []
@@ -270,14 +272,14 @@ class AgentSession:
     def end(self) -> None:
         """End the session; calls in flight end with SessionEnded. Idempotent."""
         self.ended.set()
-        for task in self._in_flight.values():
+        for task in self._running:
             task.cancel()
 
     async def close(self) -> None:
         """End the session, and return when none of its calls is in flight."""
         self.end()
-        if tasks := list(self._in_flight.values()):
-            await asyncio.wait(tasks)
+        if self._running:
+            await asyncio.wait(list(self._running))
 
     async def until_failed(self) -> None:
         """Return when the session has its `failure`."""
@@ -300,6 +302,7 @@ class AgentSession:
         task = self._in_flight.get(key) if is_retry else None
         if task is None:
             task = self._in_flight[key] = asyncio.create_task(make())
+            self._running.add(task)
             task.add_done_callback(lambda ended: self._settle(key, ended))
         else:
             self.counts.retries += 1
@@ -311,6 +314,7 @@ class AgentSession:
             raise
 
     def _settle(self, key: bytes, task: asyncio.Task[_Answer]) -> None:
+        self._running.discard(task)
         if self._in_flight.get(key) is task:
             del self._in_flight[key]
         if not task.cancelled() and task.exception() is None:

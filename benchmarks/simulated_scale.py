@@ -92,6 +92,7 @@ def scenario_of(
         "checkpoint.every": 2,
     }
     return Scenario(
+        agent=None,
         config=run_config(settings),
         file_bytes=1 << 26,
         latency_s=0.0005,

@@ -155,13 +155,17 @@ class Trajectory:
 
     @property
     def num_missing_rows(self) -> int:
-        """Forwarded positions of this path without a row; of a fork, from its last shared token on."""
+        """Forwarded positions of this path without a row; of a fork, from its last shared token on.
+
+        The last sampled token and what was observed after it were not forwarded.
+        """
         if self._rows is None:
             return 0
         start = max(0, self.shared_tokens - 1)
-        available = self.num_rows - self.num_unavailable_rows
-        before = self._rows.first(start)
-        return max(0, len(self) - 1 - start - (available - len(before) + before.num_unavailable))
+        end = max((at + len(segment) for at, segment in self._placed()), default=0) - 1
+        rows, before = self._rows.first(max(0, end)), self._rows.first(start)
+        available = len(rows) - rows.num_unavailable
+        return max(0, end - start - (available - len(before) + before.num_unavailable))
 
     @property
     def closed(self) -> bool:
@@ -323,8 +327,9 @@ class Trajectory:
     def sequences(self) -> list[TrainingSequence]:
         """Inputs of the trainer's forward: one sequence for each path, or several with `split`.
 
-        Every sampled token is in the loss of exactly one. A path without a sampled token of its own has none; if no
-        path has any, the root has one.
+        Every sampled token is in the loss of exactly one. A sequence ends with a sampled token; observed tokens after
+        it, as those of a call that was not answered, are left out. A path without a sampled token of its own has no
+        sequence; if no path has any, the root has one.
         """
         return [
             training_sequence(
@@ -346,7 +351,7 @@ class Trajectory:
                 own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
                 last = branch is path._branches[-1]
                 if own or (last and path._root is None and not path.num_sampled):
-                    yield SequencePart(path, len(path) if last else own[-1][0] + len(own[-1][1]), own, branch.rows)
+                    yield SequencePart(path, own[-1][0] + len(own[-1][1]) if own else len(path), own, branch.rows)
 
     # ---- inside
 

@@ -234,6 +234,7 @@ class Rollouter:
 
     async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
         """Fill all trajectories side by side. Returns None, or the reason if the group failed."""
+        self._fail_replaced(trajectories)
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for number, trajectory in enumerate(trajectories):
@@ -253,6 +254,15 @@ class Rollouter:
         if left < min(2, self._n):
             return f"rollouts failed: {left} of {self._n} are left"
         return None
+
+    def _fail_replaced(self, trajectories: list[Trajectory]) -> None:
+        """Close rollouts that failed before a restart, if the record of their end is damaged.
+
+        With `fill`, each failed rollout has a replacement. One that is open again would be one too many.
+        """
+        surplus = _num_sound(trajectories) - self._n
+        for trajectory in [t for t in trajectories if not t.closed][: max(0, surplus)]:
+            trajectory.close(stop_reason=StopReason.ERROR, reward=0.0)
 
     def _grow(self, group: int, trajectories: list[Trajectory]) -> int:
         """Add a trajectory to a group; returns its number."""

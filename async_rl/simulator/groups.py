@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from async_rl.controller.checkpoints import RunState
 from async_rl.rollout.group_contents import StoredContent
+from async_rl.rollout.rollouter import session_name
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
 End = Literal["trained", "dropped", "requeued"]
+_Length = tuple[int, bool]  # tokens, whether the trajectory is closed
 _REASONS = {"wait": (), "drop": ("expired",), "mask": ("expired",), "recycle": ("expired", "requeued")}
 
 
@@ -75,7 +77,7 @@ class GroupAccount:
         self._replayed: set[int] = set()  # steps of `_batches` that are trained again
         self._answered: dict[int, Literal["admitted", "ready", "dropped"]] = {}
         self._answered_step = self._answered_version = 0
-        self._stored: dict[int, dict[int, tuple[int, bool]]] = {}  # group -> trajectory -> (tokens, closed)
+        self._stored: dict[int, dict[tuple[int, int], _Length]] = {}  # group -> (trajectory, path) -> length
         self._times_before: Mapping[int, int] = {}  # how often prompts were requeued by a journal that is gone
         self._requeued: deque[int] = deque()  # prompts that the queue admits first
         self._returned: deque[int] = deque()  # prompts that the driver admits before new ones
@@ -154,11 +156,15 @@ class GroupAccount:
     def stored(self, records: Sequence[RolloutRecord]) -> None:
         """Records of the content are written."""
         for record in records:
-            what = record.what
-            if isinstance(what, Forked) or record.path:
-                continue  # lengths are those of the root
-            length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted) else len(what))
-            self._stored.setdefault(record.group, {})[record.trajectory] = length, isinstance(what, TrajectoryClosed)
+            what, stored = record.what, self._stored.setdefault(record.group, {})
+            length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted | Forked) else len(what))
+            stored[record.trajectory, record.path] = length, isinstance(what, TrajectoryClosed)
+
+    def rollout_starts(self, session: str) -> None:
+        """A rollout of an agent starts, or starts over: what it stored before is not read again."""
+        for group, stored in self._stored.items():
+            for number, path in [of for of in stored if session_name(group, of[0]) == session]:
+                del stored[number, path]
 
     def trained(self, groups: tuple[int, ...], *, train_step: int, tokens: int) -> None:
         """The trainer takes the gradient of a batch that ends with `train_step`; `tokens` take part."""
@@ -257,19 +263,19 @@ class GroupAccount:
         self._answered = {group: "admitted" if group in open_groups else "ready" for group in live}
         self._answered_step, self._answered_version = found.end, restored.version
         self._stored = {
-            g: {n: (len(t), t.closed) for n, t in enumerate(existing)} for g, existing in open_groups.items()
+            group: {(number, path): have for number, t in enumerate(existing) for path, have in _lengths(t).items()}
+            for group, existing in open_groups.items()
         }
 
     def check_stored(self, group: int, existing: Sequence[Trajectory], *, notes: Sequence[str]) -> None:
         """Everything of a group that was stored is there; if it was damaged, one of the notes says so."""
-        have_of = dict(enumerate((len(t), t.closed) for t in existing))
+        have_of = {(number, path): have for number, t in enumerate(existing) for path, have in _lengths(t).items()}
         noted = group in self._damaged and any(f"group {group}:" in note for note in notes)
-        for number, stored in self._stored.get(group, {}).items():
-            have = have_of.get(number, (0, False))
+        for (number, path), stored in self._stored.get(group, {}).items():
+            have = have_of.get((number, path), (0, False))
             kept = have[0] >= stored[0] and have[1] >= stored[1]
-            require(
-                "exactly once", kept or noted, "trajectory {} of group {} is {}, not {}", number, group, have, stored
-            )
+            text = "path {} of trajectory {} of group {} is {}, not {}"
+            require("exactly once", kept or noted, text, path, number, group, have, stored)
 
     def _check_answered(self, found: Reopened) -> None:
         state, restored = found.state, found.restored
@@ -317,3 +323,8 @@ class GroupAccount:
             self._dropped(group, requeue=requeue, expired=waits)
         noted = not restored.given_up or any("dropped" in note for note in restored.notes)
         require("failure", noted, "groups {} are dropped without a note", sorted(restored.given_up))
+
+
+def _lengths(trajectory: Trajectory) -> dict[int, _Length]:
+    """By path."""
+    return {path.path: (len(path), trajectory.closed) for path in trajectory.paths}

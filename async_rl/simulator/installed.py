@@ -11,10 +11,13 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from agent_loop.program import ProgramLoop
 from async_rl.cluster import queue_host, rollout_workers
 from async_rl.controller import recovery as controller_recovery
+from async_rl.endpoint import host as endpoint_host
 from async_rl.rollout import dispatcher, worker
 from async_rl.simulator import model
+from async_rl.simulator.agents import Endpoint, WatchedLoop
 from async_rl.simulator.disk import connect, pwritev
 from message_queue import content, sqlite_file
 
@@ -35,7 +38,10 @@ def installed(world: World) -> Generator[None]:
         (queue_host, "open_queue", world.open_queue),
         (worker, "ContentWriter", SimpleNamespace(open=world.open_writer)),
         (rollout_workers, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _path: model.SimulatedTokenizer())),
-        (rollout_workers, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING)),
+        (rollout_workers, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING, family="simulated")),
+        (rollout_workers, "turn_reader", lambda _tokenizer, family: model.read_turn),
+        (rollout_workers, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
+        (endpoint_host, "serve", partial(Endpoint, world)),
     ]
     with ExitStack() as stack:
         for module, name, value in replaced:

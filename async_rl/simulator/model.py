@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from agent_loop.session import ReadTurn
 from message_queue.tokens import Int32Array, RoutingSpec
 
-END, USER, ASSISTANT, TOOL_ROLE, CALL = range(1, 6)
+END, USER, ASSISTANT, TOOL_ROLE, CALL, SYSTEM = range(1, 7)
 FIRST_WORD, VOCAB = 10, 60
-SPECIAL = {"<end>": END, "<user>": USER, "<assistant>": ASSISTANT, "<tool>": TOOL_ROLE}
+SPECIAL = {"<end>": END, "<user>": USER, "<assistant>": ASSISTANT, "<tool>": TOOL_ROLE, "<system>": SYSTEM}
 TEXTS = {number: text for text, number in SPECIAL.items()}
 TEXTS[CALL] = '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>'
 ROUTING = RoutingSpec(layers=(1, 2, 4), num_experts=16, top_k=2)
@@ -84,6 +85,13 @@ def contexts(token_ids: Sequence[int]) -> list[int]:
 def prompt_ids(index: int) -> Int32Array:
     """int32 [n], the tokens that a trajectory of prompt `index` starts with."""
     return np.array(SimulatedTokenizer().encode(f"<user>{index:03d}<end><assistant>"), np.int32)
+
+
+def read_turn(turn: Int32Array, observation: Int32Array) -> ReadTurn:
+    """A sampled turn as an agent sees it."""
+    ids = turn.tolist()
+    text = SimulatedTokenizer().decode([token for token in ids if token not in (END, CALL)])
+    return ReadTurn(text, None, (("lookup", "{}"),) * ids.count(CALL))
 
 
 def session_number(session: str) -> int:

@@ -31,6 +31,12 @@ from message_queue.tokens import WeightVersion
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
+
+def _root(session: str) -> str:
+    """Session of the root path."""
+    return session.partition("-p")[0]
+
+
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
 
 
@@ -91,15 +97,20 @@ class Oracle:
 
     def _continue_rollouts(self, found: Reopened) -> None:
         before, self._rollouts = self._rollouts, {}
+        of_agents = self._world.scenario.agent is not None
         for group in found.live:
             existing = found.open.get(group)
             for i in range(2 * self._config.rollout.trajectories_per_group):  # with those that make up for failed ones
-                rollout = self._rollouts[session_name(group, i)] = before.get(session_name(group, i), Rollout())
+                session = session_name(group, i)
+                self._rollouts |= {name: of for name, of in before.items() if _root(name) == session}
+                rollout = self.session(session)
                 rollout.interrupted = True
                 trajectory = existing[i] if existing is not None and i < len(existing) else None
                 kept = 0 if trajectory is None else len(trajectory)
                 if existing is None or (trajectory is not None and trajectory.closed):
                     kept = _FINISHED
+                elif of_agents:  # it starts over
+                    kept = 0
                 rollout.kept = kept if self._new_driver else min(kept, rollout.kept)
                 damaged = group in self._world.disk.damaged_groups
                 if existing is not None and damaged:  # calls that are forgotten are made again
@@ -112,7 +123,7 @@ class Oracle:
         """Groups of a dead worker continue with their stored records."""
         for group in groups:
             for i in range(2 * self._config.rollout.trajectories_per_group):
-                self._of(session_name(group, i)).interrupted = True
+                self.session(session_name(group, i)).interrupted = True
             existing = stored.groups[group].trajectories if group in stored.groups else ()
             self.groups.check_stored(group, existing, notes=stored.notes)
 
@@ -150,7 +161,7 @@ class Oracle:
 
     def asked(self, request: GenerateRequest) -> None:
         """An engine is to continue: not before the kept tokens, and with rows that some version gave."""
-        tokens, kept = len(request.token_ids), self._of(request.session).kept
+        tokens, kept = len(request.token_ids), self.session(request.session).kept
         text = "{} is generated again from {}; {} were held"
         require("exactly once", tokens >= kept, text, request.session, tokens, kept)
         if request.forced_experts is None:
@@ -163,14 +174,29 @@ class Oracle:
 
     def answered(self, answer: Answered) -> None:
         """An engine answered."""
-        self._of(answer.request.session).answers.append(answer)
+        self.session(answer.request.session).answers.append(answer)
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
-        self._of(session).tool_calls += 1
+        self.session(session).tool_calls += 1
 
-    def _of(self, session: str) -> Rollout:
-        return self._rollouts.setdefault(session, Rollout())
+    def rollout_starts(self, session: str) -> None:
+        """A rollout starts, or starts over, without a token."""
+        self.groups.rollout_starts(session)
+        rollout = self.session(session)
+        self._rollouts = {name: rollout for name, rollout in self._rollouts.items() if _root(name) != session} | {
+            session: Rollout(session, kept=rollout.kept, interrupted=rollout.interrupted)
+        }
+
+    def rewarded(self, session: str, value: float) -> None:
+        """Task or agent gave a reward."""
+        self.session(session).reward = value
+
+    def session(self, name: str) -> Rollout:
+        """What was done for the requests of a session."""
+        if name not in self._rollouts:
+            self._rollouts[name] = Rollout(name)
+        return self._rollouts[name]
 
     def followed(self, event: Event, snapshot: QueueSnapshot) -> None:
         """The state of the queue changed."""
@@ -226,8 +252,13 @@ class Oracle:
                 if trajectory.failed:
                     continue
                 session = session_name(group.group, i)
+                reward, given = trajectory.reward, self.session(session).reward
+                require("reward", reward == given, "{} has the reward {}, and was given {}", session, reward, given)
                 judges[split.get(group.group, 0)].check(
-                    content[i], number, prompt=prompt, session=session, rollout=self._of(session)
+                    content[i],
+                    number,
+                    prompt=prompt,
+                    rollout_of=lambda path, root=session: self.session(f"{root}-p{path}" if path else root),
                 )
                 number += 1
         extra = [n for n in batch.trajectory.tolist() if n >= number]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from functools import partial
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
@@ -23,6 +23,7 @@ from message_queue.journal import EventJournal
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
+T = TypeVar("T")
 LEAST_S = 1e-6  # between two calls that a process takes
 
 _process: ContextVar[Process | None] = ContextVar("process", default=None)
@@ -159,6 +160,26 @@ class Process:
             error = RayActorError()
         if not self.hung:
             self._answer(reply, result=result, error=error)
+
+    async def request(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """The result of `work` in this process, for a client of a server in it.
+
+        Raises:
+            ConnectionError: the process is dead, or dies meanwhile.
+        """
+        await asyncio.sleep(self._latency())
+        if self.dead:
+            raise ConnectionError(f"{self.process_name} is dead")
+        context = copy_context()
+        context.run(_process.set, self)
+        task = asyncio.get_running_loop().create_task(work(), context=context)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            client = asyncio.current_task()
+            if self.dead and client is not None and not client.cancelling():
+                raise ConnectionError(f"{self.process_name} died") from None
+            raise
 
     def observed(self, method: str, args: tuple[Any, ...], *, result: object, error: Exception | None) -> None:
         """Report a result to the world, if it will be received."""

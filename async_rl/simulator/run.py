@@ -24,6 +24,7 @@ from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import TaskConfig, held_out_sets
 from async_rl.simulator import model
+from async_rl.simulator.agents import EXTERNAL, external_agent
 from async_rl.simulator.engine import SimulatedReplica
 from async_rl.simulator.processes import Observed, Process
 from async_rl.simulator.task import SimulatedTask
@@ -107,9 +108,13 @@ class Run:
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Launcher.run` does."""
+        agents = [external_agent(self._world, n) for n in range(EXTERNAL * (self._world.scenario.agent == "external"))]
+        outside = [asyncio.create_task(agent) for agent in agents]
         try:
             return await self.recovery.run(self.trainer)
         finally:
+            for agent in outside:
+                agent.cancel()
             self.recorder.close()
 
     def cut_off(self) -> None:

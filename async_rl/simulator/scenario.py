@@ -16,6 +16,8 @@ from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.trajectory import ResumeRouting
 
 FOR_EVER_S = 1e9
+Agent = Literal["program", "external"]
+"""An agent program in the rollout workers, or agents outside of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Kind:
     """What may be lost."""
     drops_group: bool = False
     """Whether a group may be dropped."""
+    of_agents: bool = False
+    """Whether it is drawn apart from the others, for scenarios with agents."""
     starts: int = 1
     """Starts that it may take until the run continues."""
 
@@ -144,7 +148,14 @@ KINDS: dict[str, Kind] = {
     "no end of a tool": Kind(points=("tool",), first=(0, 20)),
     "reward fails": Kind(points=("reward",), first=(0, 20), drops_group=True),
     "no end of a reward": Kind(points=("reward",), first=(0, 20), drops_group=True),
+    # agents
+    "slow agent": Kind(points=("agent",), first=(0, 20), amount=(1.0, 60.0), of_agents=True),
+    "agent fails": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
+    "agent makes no call": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
+    "agent never ends": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
 }
+OF_AGENTS = [name for name, kind in KINDS.items() if kind.of_agents]
+OF_ALL = [name for name in KINDS if name not in OF_AGENTS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +164,8 @@ class Scenario:
 
     config: RunConfig
     """Settings, except the directory and the task."""
+    agent: Agent | None
+    """Who makes the rollouts; None for an agent loop with a tool."""
     file_bytes: int
     """Bytes of a data file of the content, before the next file is started."""
     latency_s: float
@@ -201,7 +214,8 @@ def _template() -> RunConfig:
             "name=simulated", "resume=auto", "mismatch.prompts=0", "trainer.router_replay=R3", "sync.timeout_s=30",
             "queue.timeout_s=30", "cluster.start_timeout_s=60", "rollout.limits.generate_timeout_s=200",
             "rollout.limits.tool_timeout_s=5", "rollout.limits.reward_timeout_s=5", "rollout.failure.max_retries=0",
-            "rollout.max_failed_groups=1000000000", "validation.every=1", "validation.prompts=0",
+            "rollout.limits.agent_timeout_s=500", "rollout.max_failed_groups=1000000000",
+            "validation.every=1", "validation.prompts=0",
         ]
     )  # fmt: skip
 
@@ -265,7 +279,17 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         "checkpoint.every": draw.choice((0, 1, 1, 2)),
         "validation.prompts": 2 if draw.random() < 0.2 else 0,
     }
+    agents = random.Random(f"agents {seed}")
+    agent: Agent | None = agents.choice((*[None] * 21, "program", "program", "external"))
+    if agent is not None:  # of sessions with several paths, fewer are enough
+        settings |= {
+            "total_train_steps": min(steps, 3 * per_batch),
+            "rollout.limits.max_turns": agents.randint(2, 10),
+            "rollout.limits.max_tokens": agents.choice((32, 64, 96)),
+            "rollout.failure.max_retries": agents.choice((0, 0, 1)),
+        }
     return Scenario(
+        agent=agent,
         file_bytes=draw.choice((1 << 10, 1 << 13, 1 << 20)),
         config=run_config({**settings, "supervision.max_restarts": draw.choice((0, 1, 3, 3))}),
         latency_s=draw.choice((0.0005, 0.005, 0.05)),
@@ -273,17 +297,17 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
-        faults=_draw_faults(draw, seed, replicas=replicas, workers=workers) if faults else (),
+        faults=_draw_faults(draw, seed, replicas=replicas, workers=workers, agents=agent is not None) if faults else (),
     )
 
 
-def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int) -> tuple[Fault, ...]:
+def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int, agents: bool) -> tuple[Fault, ...]:
     """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
 
-    Two for one seed in sixteen in which a step is missing after its weights were published.
+    Two for one seed in sixteen in which a step is missing after its weights were published. At most one of agents.
     """
     storm = draw.random() < 0.1
-    names = list(STORM) if storm else list(KINDS)
+    names = list(STORM) if storm else OF_ALL
     weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
     drawn = [
         _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas, workers=workers)
@@ -294,6 +318,10 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int)
         call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
         drawn.append(Fault(len(drawn), call, aimed.randrange(3), "queue dies", 0.0))
         drawn.append(Fault(len(drawn), "disk/open", 1, "bits flip", 0.0))
+    of_agents = random.Random(f"faults of agents {seed}")
+    if agents and of_agents.random() < 0.5:
+        name = of_agents.choice(OF_AGENTS)
+        drawn.append(_draw_fault(of_agents, len(drawn), name, replicas=replicas, workers=workers))
     return tuple(drawn)
 
 

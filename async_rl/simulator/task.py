@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
+from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, TurnLimits
+from agent_loop.program import external
 from agent_loop.reward import Completion
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolError, ToolRunner, describe_tool
 from async_rl.rollout.task import Task
-from message_queue.trajectory import Trajectory
+from async_rl.simulator.agents import WatchedLoop, program, session_name
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
 NO_END_S = 1e6  # longer than any time-out
-_session: ContextVar[str] = ContextVar("session", default="")
 
 
 class SimulatedTask(Task):
@@ -33,6 +33,14 @@ class SimulatedTask(Task):
 
     def __init__(self, options: Mapping[str, Any], *, seed: int) -> None:
         self._world: World = options["world"]
+        self.reward = self._parity = ParityReward(self._world)
+        match self._world.scenario.agent:
+            case "program":
+                self.program = partial(program, self._world)
+            case "external":
+                self.program = external
+            case None:
+                pass
 
     def train_prompt(self, index: int) -> Prompt:
         return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
@@ -40,31 +48,22 @@ class SimulatedTask(Task):
     def validation_prompts(self, count: int) -> list[Prompt]:
         return [self.train_prompt(900 + i) for i in range(count)]
 
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        return Chat(tokenizer, end_of_turn="<end>")
+
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
-    ) -> _Loop:
+    ) -> AgentLoop:
         tool = LookupTool(self._world)
-        return _Loop(
-            ToolUseLoop(
-                engine=engine,
-                chat=Chat(tokenizer, end_of_turn="<end>", tools=[describe_tool(tool)]),
-                tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s, gate=gate),
-                reward=ParityReward(self._world),
-                limits=limits,
-                sampling=sampling,
-            )
+        loop = ToolUseLoop(
+            engine=engine,
+            chat=Chat(tokenizer, end_of_turn="<end>", tools=[describe_tool(tool)]),
+            tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s, gate=gate),
+            reward=self._parity,
+            limits=limits,
+            sampling=sampling,
         )
-
-
-class _Loop:
-    """An agent loop in which a tool can tell whose call it is."""
-
-    def __init__(self, loop: ToolUseLoop) -> None:
-        self._loop = loop
-
-    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
-        _session.set(session)
-        await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
+        return WatchedLoop(loop, self._world)
 
 
 class LookupTool:
@@ -78,7 +77,7 @@ class LookupTool:
         self._world = world
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        self._world.tool_called(_session.get())
+        self._world.tool_called(session_name.get())
         await _work(self._world, "tool")
         return "yes"
 
@@ -91,7 +90,9 @@ class ParityReward:
 
     async def score(self, prompt: Prompt, *, completion: Completion) -> float:
         await _work(self._world, "reward")
-        return float(sum(map(len, completion.turns)) % 2)
+        value = float(sum(map(len, completion.turns)) % 2)
+        self._world.oracle.rewarded(session_name.get(), value)
+        return value
 
 
 async def _work(world: World, point: str) -> None:

@@ -7,6 +7,7 @@ INVARIANTS = {
     "staleness": "no trained token is older than max_staleness optimizer updates, and its lag is told right",
     "provenance": "each trained token and logprob is what the weights it names give after its context",
     "rows": "a sequence of T tokens has T - 1 rows; each is of the forward pass that the merge rule names",
+    "reward": "each trained rollout has the reward that it was given, and all its sequences one advantage",
     "versions": "versions go up, nothing is served or stamped that was not published, no token is older than its group",
     "exactly once": "no group and no prompt is trained twice or skipped; no tool runs twice; no limit is exceeded",
     "tools": "no worker starts a tool while new weights are loaded",

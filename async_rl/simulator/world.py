@@ -25,6 +25,7 @@ from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_stat
 from async_rl.rollout import group_contents
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.run import causes
+from async_rl.simulator.agents import Endpoint
 from async_rl.simulator.disk import Disk
 from async_rl.simulator.installed import installed
 from async_rl.simulator.oracle import Oracle
@@ -67,6 +68,8 @@ class World:
         self.disk = Disk(self)
         self.oracle = Oracle(self)
         self.run: Run | None = None
+        self.endpoints: dict[str, Endpoint] = {}  # by URL
+        self._attempts: Counter[str] = Counter()  # of agents, by session
         self._queue: QueueState | None = None  # of the newest process
         self._loop = loop = VirtualTimeLoop()
         self._standstill_turns = standstill_turns
@@ -106,6 +109,11 @@ class World:
             return "", 0.0
         self._happened(fault)
         return fault.kind, fault.amount
+
+    def next_attempt(self, session: str) -> int:
+        """Number of times that an agent made a rollout before."""
+        self._attempts[session] += 1
+        return self._attempts[session] - 1
 
     def note(self, who: str, what: str, *details: object) -> None:
         """Write a line of the trace."""
@@ -235,7 +243,7 @@ class World:
         self._cleaning, self._killed = 0, False  # a driver may have been killed when none ran
         self.progressed()
         self.oracle.driver_starts()
-        self.run, done, error = None, False, None
+        self.run, done, error, self.endpoints = None, False, None, {}
         try:
             self.run = Run(self, number=start)
             done = await asyncio.create_task(self.run.go(), name="driver")

@@ -308,14 +308,16 @@ async def test_paths_share_no_cache_of_forced_rows():
 
 
 async def test_session_that_ends_ends_its_calls_and_refuses_later_ones():
-    started = asyncio.Event()
-    engine = make_engine(token_s=10, fail=lambda _request: started.set())
+    started = asyncio.Barrier(3)
+    engine = make_engine(token_s=10, fail=lambda _request: waits.append(asyncio.create_task(started.wait())))
+    waits = []
     session, _ = make_session(engine)
-    call = asyncio.create_task(session.answer(request(user("a"))))
+    calls = [asyncio.create_task(session.answer(request(user("a")))) for _ in range(2)]  # equal calls, side by side
     await started.wait()
     await session.close()
-    with pytest.raises(SessionEnded):
-        await call
+    for call in calls:
+        with pytest.raises(SessionEnded):
+            await call
     assert not engine.in_flight
     with pytest.raises(SessionEnded):
         await session.answer(request(user("a")))

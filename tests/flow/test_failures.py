@@ -157,6 +157,16 @@ async def test_fill_replaces_a_rollout_that_failed_before_a_kill(tmp_path):
     harness.recorder.close()
 
 
+async def test_fill_keeps_a_replaced_rollout_failed_after_damage_to_its_end(tmp_path):
+    harness = Harness(tmp_path, failure=FailureConfig(on_failed="fill"))
+    admission = await harness.queue.admit(0)
+    held = [trajectory(prompt=1) for _ in range(4)]
+    held[0].stop_reason = held[0].reward = None
+    group = await harness.rollouter.roll(Prompts().train_prompt(0), admission, existing=held)
+    assert failures_of(group) == [True, False, False, False]
+    harness.recorder.close()
+
+
 class Broken:
     """A reward with a mistake, in the groups for whose number `fails` is true."""
 

@@ -150,6 +150,18 @@ def test_a_path_without_a_sampled_token_of_its_own_has_no_sequence():
     assert [(s.path, in_loss(s)) for s in prompt.sequences()] == [(1, [2, 3])]
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_sequence_ends_with_its_last_sampled_token(mode):
+    root, fork = forked(mode)
+    for path in (root, fork):
+        path.observe(tokens(4, 40))  # of a call that was not answered
+    assert [(len(s), sum(run.rows for run in s.row_runs)) for s in root.sequences()] == [(8, 7), (10, 9)]
+    root.close(stop_reason=StopReason.STOP, reward=1.0)
+    (head,) = head_of(group_of(root)).trajectories
+    assert [s.length for s in head.sequences] == [8, 10]
+    assert (head.length, head.missing_rows) == (13 + 4 + 4, 0)
+
+
 def test_a_segment_that_the_parent_gets_later_is_not_in_the_fork():
     root = two_turns(routing=None)
     fork = root.fork(turns=2)

@@ -24,6 +24,8 @@ class Defect:
     """Invariants that it may break; one is found broken."""
     kinds: tuple[str, ...]
     """Faults without which the defect cannot show, so seeds without these need not be run."""
+    agents: bool
+    """Whether it shows in scenarios with agents only."""
     within: str
     """Prefix of the modules in which it is planted."""
     seed: int | None
@@ -37,6 +39,8 @@ class Defect:
                         patch.setattr(module, name, replacement)
 
     def may_show(self, scenario: Scenario) -> bool:
+        if self.agents and scenario.agent is None:
+            return False
         return not self.kinds or any(fault.kind in self.kinds for fault in scenario.faults)
 
 
@@ -48,6 +52,7 @@ def defect(
     of: Any = None,
     also: type | None = None,
     kinds: tuple[str, ...] = (),
+    agents: bool = False,
     within: str = "",
     seed: int | None = None,
 ) -> Callable[[Any], Any]:
@@ -59,7 +64,9 @@ def defect(
 
     def register(made: Any) -> Any:
         places = ((of or made.__bases__[0], made), *([(also.__bases__[0], also)] if also else []))
-        MUTATIONS[made.__name__] = Defect(places=places, broken=broken, kinds=kinds, within=within, seed=seed)
+        MUTATIONS[made.__name__] = Defect(
+            places=places, broken=broken, kinds=kinds, agents=agents, within=within, seed=seed
+        )
         return made
 
     return register
