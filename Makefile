@@ -69,9 +69,9 @@ test: setup setup-sglang
 mutations: setup
 	$(PYTEST) -m mutations tests/simulator $(ARGS)
 
-# Agent programs of well-known packages.
-test-agents: setup setup-agents
-	$(PYTEST) tests/agents $(ARGS)
+# Agent programs of well-known packages, on a scripted engine, vLLM and SGLang.
+test-agents: setup setup-agents setup-sglang
+	$(PYTEST) tests/agents tests/conformance/test_scenarios_packages.py $(ARGS)
 
 # At most five minutes on two idle cores: without servers and whole runs, but with one vLLM engine and one trainer.
 test-fast: setup

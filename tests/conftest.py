@@ -10,7 +10,7 @@ from hypothesis import settings
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 
-SERVERS = {"engine", "sglang_server", "server"}
+SERVERS = {"engine", "sglang_server", "server", "replicas"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups

@@ -325,6 +325,23 @@ async def test_session_that_ends_ends_its_calls_and_refuses_later_ones():
         session.reward(1.0)
 
 
+async def test_session_that_ends_during_a_call_trains_up_to_the_answer_before():
+    engine = make_engine()
+    session, trajectory = make_session(engine)
+    first = await session.answer(request(user("a")))
+    await engine.pause()
+    call = asyncio.create_task(session.answer(request(user("a"), first.message, user("b"))))
+    while len(engine.requests) < 2:  # noqa: ASYNC110 - the engine has no event for it
+        await asyncio.sleep(0)
+    await session.close()
+    with pytest.raises(SessionEnded):
+        await call
+    (sequence,) = trajectory.sequences()
+    assert len(sequence) == first.prompt_tokens + first.completion_tokens < len(trajectory)
+    assert trajectory.num_missing_rows == 0
+    check_exact(trajectory, engine)
+
+
 async def test_failure_of_the_engines_fails_the_session():
     engine = make_engine(fail=lambda _request: EngineError("no engine"))
     session, _ = make_session(engine)

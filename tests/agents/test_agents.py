@@ -27,23 +27,26 @@ SUBMIT = (
 FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "3"}}</tool_call>'
 ADDS = {"tool_response": "3", "1+2": ASK}
 
-pytestmark = pytest.mark.skipif(not PYTHON.exists(), reason="the agents are not installed (make setup-agents)")
+INSTALLED = pytest.mark.skipif(not PYTHON.exists(), reason="the agents are not installed (make setup-agents)")
+PROGRAMS = [  # arguments, answers of the model, turns of the paths
+    (("with_openai_agents.py", "responses"), ADDS, [2]),
+    (("with_openai_agents.py", "chat_completions"), ADDS, [2]),
+    (("with_langgraph.py", "openai"), ADDS, [2]),
+    (("with_langgraph.py", "anthropic"), ADDS, [2]),
+    (("with_inspect_ai.py", "openai"), ADDS, [1, 2]),  # it asks the model for a greeting first
+    (("with_inspect_ai.py", "anthropic"), ADDS, [2]),
+    (("with_smolagents.py",), {"Observation": FINAL, "1+2": ASK}, [1, 1]),  # it rewrites each call as text
+    (("with_mini_swe_agent.py",), {"1+2": SUBMIT}, [1]),
+]
+
+pytestmark = INSTALLED
 
 
-@pytest.mark.parametrize(
-    ("program", "answers", "paths"),
-    [
-        (("with_openai_agents.py", "responses"), ADDS, [2]),
-        (("with_openai_agents.py", "chat_completions"), ADDS, [2]),
-        (("with_langgraph.py", "openai"), ADDS, [2]),
-        (("with_langgraph.py", "anthropic"), ADDS, [2]),
-        (("with_inspect_ai.py", "openai"), ADDS, [1, 2]),  # it asks the model for a greeting first
-        (("with_inspect_ai.py", "anthropic"), ADDS, [2]),
-        (("with_smolagents.py",), {"Observation": FINAL, "1+2": ASK}, [1, 1]),  # it rewrites each call as text
-        (("with_mini_swe_agent.py",), {"1+2": SUBMIT}, [1]),
-    ],
-    ids=lambda value: "-".join(value).removeprefix("with_").replace(".py", "") if isinstance(value, tuple) else "",
-)
+def program_id(value):
+    return "-".join(value).removeprefix("with_").replace(".py", "") if isinstance(value, tuple) else ""
+
+
+@pytest.mark.parametrize(("program", "answers", "paths"), PROGRAMS, ids=program_id)
 async def test_agent_of_a_package_is_trained_exactly(program, answers, paths, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

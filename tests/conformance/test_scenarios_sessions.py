@@ -1,6 +1,9 @@
-"""Sessions of agents that rewrite their histories, under publishes and aborts: what is trained is what the engine saw.
+"""Agents over HTTP that rewrite their histories, under lost calls, publishes, aborts and killed engines.
 
-SESSIONS=2000 in the environment makes as many; the default is a few.
+What is trained is what a tap at the engines saw. In the environment:
+
+    SESSIONS=500 FIRST=1000    sessions 1000 to 1499; a dozen without it
+    KILLS=5                    so many times processes of engines are killed; without it twice, and of the fake alone
 """
 
 from __future__ import annotations
@@ -8,95 +11,160 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
 
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import TurnLimits
-from agent_loop.session import AgentSession
+from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.program import ModelAccess, ProgramLoop
+from async_rl.endpoint.config import EndpointConfig
+from async_rl.endpoint.host import Sessions
 from async_rl.endpoint.turns import turn_reader
-from message_queue.tokens import StopReason
+from async_rl.inference.sglang.engine import start_sglang
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
-from tests.conformance.checks import assert_true, versions_of
-from tests.conformance.engines import MARKS, TIMEOUT_S, EngineUnderTest
-from tests.helpers.agents import RandomAgent
+from tests.conformance.checks import assert_true, sampled_of
+from tests.conformance.conftest import Report
+from tests.conformance.engines import MARKS, VOCAB, Exchange
+from tests.conformance.probes import CountingScript
+from tests.conformance.served import VLLM, Models, fake_under_test, start_vllm, under_test
+from tests.conformance.sglang_support import config as sglang_config
+from tests.conformance.tapped import TappedPool, taken_of
+from tests.helpers.agents import LossyNetwork, RandomAgent, over_http
+from tests.helpers.fakes import FakeEngine
 
 pytestmark = MARKS
-SESSIONS = int(os.environ.get("SESSIONS", "12"))
-AT_ONCE = 12
+SESSIONS, FIRST = int(os.environ.get("SESSIONS", "12")), int(os.environ.get("FIRST", "0"))
+KILLS = os.environ.get("KILLS")
+REPLICAS = 2  # if engines are killed
+AT_ONCE = 32
 TOKENIZER = build_tokenizer()
 READ = turn_reader(TOKENIZER, family="qwen3_moe")
 LETTERS = tuple("abcdefgh") + tuple("01234567")
 CHAT = Chat(TOKENIZER, end_of_turn=END_OF_TURN, stop_tokens=LETTERS)  # an untrained model ends few turns by itself
-LIMITS = TurnLimits(max_turns=40, max_tokens=400, generate_timeout_s=TIMEOUT_S, max_refused_answers=0)
+PROMPT = Prompt(index=0, messages=(Message(role="user", content="1+2"),), target={})
+LIMITS = TurnLimits(max_turns=40, max_tokens=400, max_refused_answers=0)
+NEW_PATHS = ("edit", "compact", "ask_sub_agent", "ask_twice")
+Found = tuple[str, Models | None, Any]
+
+
+@pytest.fixture(params=["fake", "vllm", "sglang"])
+def found(request: pytest.FixtureRequest) -> Found:
+    """Name of an engine, its models, and the replica of the package if none is killed."""
+    name, value = request.param, request.getfixturevalue
+    if name == "fake":
+        return name, None, None
+    models = value("models" if name == "vllm" else "sglang_models")
+    value("environment")
+    return name, models, None if KILLS else value("engine" if name == "vllm" else "sglang_server")
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def replicas(found: Found, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TappedPool]:
+    """Replicas that serve version 0."""
+    engine, models, shared = found
+
+    async def start(name: str) -> Any:
+        if models is None:
+            return FakeEngine(CountingScript(vocab_size=VOCAB), name=name)
+        if engine == "vllm":
+            return await start_vllm(VLLM, name=name, checkpoint=models.paths[0])
+        return await start_sglang(sglang_config(), name=name, checkpoint=models.paths[0])
+
+    own = [] if shared else [await start(f"replica-{number}") for number in range(REPLICAS)]
+    tested = fake_under_test() if models is None else under_test(shared or own[0], models, patch=monkeypatch)
+    pool = TappedPool(tested, own or [shared], start=start)
+    await pool.publish()
+    yield pool
+    if own:
+        await pool.close()
 
 
 class Rollout:
-    """A session and its agent."""
+    """A rollout and its agent.
 
-    def __init__(self, tested: EngineUnderTest, number: int) -> None:
+    Args:
+        number: seed of the agent.
+    """
+
+    def __init__(self, number: int, *, replicas: TappedPool, sessions: Sessions) -> None:
         self.name = f"session-{number}"
-        self.chance = random.Random(self.name)
-        self.trajectory = Trajectory(routing=tested.routing, resume_routing=self.chance.choice(["append", "force"]))
-        self.session = AgentSession(
-            self.trajectory,
-            engine=tested,
+        self.trajectory = Trajectory(
+            routing=replicas.tested.routing, resume_routing="append" if number % 2 else "force"
+        )
+        self.network = LossyNetwork(random.Random(f"network of {self.name}"))
+        self.agent: RandomAgent
+        self._loop = ProgramLoop(
+            program=self._act,
+            gateway=sessions,
+            engine=replicas.engine,
             chat=CHAT,
             read=READ,
+            reward=None,
             limits=LIMITS,
             sampling=SamplingConfig(),
-            name=self.name,
-            cache_salt=self.name,
         )
-        self.agent = RandomAgent(self.session.answer, chance=self.chance, max_tokens=24)
 
     async def run(self) -> None:
-        await self.agent.run(self.chance.randint(2, 6))
-        await self.session.close()
-        assert self.session.failure is None
-        self.trajectory.close(stop_reason=self.session.stop_reason or StopReason.STOP, reward=1.0)
+        """Roll it out."""
+        await self._loop.run(PROMPT, trajectory=self.trajectory, session=self.name, cache_salt=self.name)
+
+    async def _act(self, prompt: Prompt, access: ModelAccess) -> float:
+        chance = random.Random(self.name)
+        async with over_http(access, self.network, chance=random.Random(f"API of {self.name}")) as answer:
+            self.agent = RandomAgent(answer, chance=chance, max_tokens=24)
+            await self.agent.run(chance.randint(2, 6))
+        return 1.0
+
+    def check(self, answered: dict[str, list[Exchange]]) -> list[Exchange]:
+        """As `taken_of`; also each call was sampled once, and only rewritten or cut conversations made new paths."""
+        exchanges = taken_of(self.trajectory, name=self.name, answered=answered)
+        info, acts = self.trajectory.info, Counter(self.agent.acts)
+        assert info["paths"] <= 1 + sum(acts[act] for act in NEW_PATHS) + self.agent.cut
+        if acts["ask_twice"]:  # a retry may get the answer of the equal call beside it
+            assert info["turns"] <= self.agent.calls
+        else:
+            assert info["turns"] == self.agent.calls
+        return exchanges
 
 
-def check_against_the_tap(tested: EngineUnderTest, rollout: Rollout) -> None:
-    """Each sequence equals what the engine was sent and answered, and each token that it sampled is in one loss."""
-    sampled = Counter[tuple[int, ...]]()
-    names = {f"{rollout.name}-p{path.path}" for path in rollout.trajectory.paths[1:]} | {rollout.name}
-    for exchange in [exchange for name in sorted(names) for exchange in tested.of_session(name)]:
-        tokens = exchange.request.token_ids.tolist()
-        for segment in exchange.answer:
-            for token in segment.token_ids.tolist():
-                tokens.append(token)
-                sampled[tuple(tokens)] += 1  # a prefix that ends with a sampled token
-    trained = Counter[tuple[int, ...]]()
-    for sequence in rollout.trajectory.sequences():
-        tokens = sequence.token_ids.tolist()
-        for run in sequence.runs:
-            trained.update(tuple(tokens[: at + 1]) for at in range(run.start, run.start + run.tokens))
-        assert sequence.rows is not None and len(sequence.rows) == len(tokens) - 1
-    assert trained == sampled
+async def test_sessions_train_what_the_engines_saw(replicas: TappedPool, found: Found, report: Report):
+    kills = int(KILLS or 2 * (found[0] == "fake"))
+    due = {(2 * kill + 1) * SESSIONS // (2 * kills) for kill in range(kills)}
+    sums, started, chance = Counter[str](), time.monotonic(), random.Random(f"disturbances {FIRST}")
+    numbers, sessions = iter(range(FIRST, FIRST + SESSIONS)), Sessions(EndpointConfig())
 
+    async def roll() -> None:
+        for number in numbers:
+            rollout = Rollout(number, replicas=replicas, sessions=sessions)
+            await rollout.run()
+            exchanges = rollout.check(replicas.answered)
+            assert_true(replicas.tested, exchanges)
+            sums.update({f"act {act}": count for act, count in Counter(rollout.agent.acts).items()})
+            sums.update({name: int(rollout.trajectory.info[name]) for name in ("turns", "paths", "retries", "aborts")})
+            sums["tokens"] += sum(map(sampled_of, exchanges))
+            sums["lost"] += rollout.network.lost
+            sums["replaced"] += sum(segment.replica not in names for e in exchanges for segment in e.answer)
+            sums["sessions"] += 1
+            if sums["sessions"] in due:
+                await replicas.kill(chance)
 
-async def test_sessions_train_what_the_engine_saw_under_publishes_and_aborts(tested: EngineUnderTest):
-    rollouts: list[Rollout] = []
-    acts = Counter[str]()
-    chance = random.Random("sessions")
-    while len(rollouts) < SESSIONS:
-        started = [Rollout(tested, len(rollouts) + i) for i in range(min(AT_ONCE, SESSIONS - len(rollouts)))]
-        tasks = [tested.start(rollout.run()) for rollout in started]
-        while running := [task for task in tasks if not task.done()]:
-            await asyncio.wait(running, timeout=chance.uniform(0.1, 1.0))
-            if chance.random() < 0.3:
-                await tested.replica.abort()
-            if chance.random() < 0.2:
-                await tested.publish("resume", stays_slow=chance.random() < 0.3)
-        await asyncio.gather(*tasks)
-        await tested.full_speed()
-        for rollout in started:
-            check_against_the_tap(tested, rollout)
-            acts.update(rollout.agent.acts)
-        assert_true(tested, tested.exchanges)
-        rollouts += started
-    assert len(acts) == 7, "every way to act"
-    assert sum(len(rollout.trajectory.paths) for rollout in rollouts) > 2 * len(rollouts)
-    assert any(len(set(versions_of(exchange))) == 1 for exchange in tested.exchanges)
+    names = {member.name for member in replicas.pool.members}
+    async with asyncio.TaskGroup() as tasks:
+        disturbing = tasks.create_task(replicas.disturb(chance))
+        await asyncio.gather(*(tasks.create_task(roll()) for _ in range(AT_ONCE)))
+        await replicas.until_whole()
+        disturbing.cancel()
+    await sessions.close()
+    report(f"{found[0]}: {dict(sums | replicas.counts)} in {time.monotonic() - started:.0f} s")
+    assert not replicas.answered, "every answer is of a path"
+    assert sum(name.startswith("act ") for name in sums) == 7
+    assert min(sums["retries"], sums["aborts"]) > 0 and sums["paths"] > 2 * SESSIONS
+    assert replicas.counts["publishes"] > 1 and replicas.counts["kills"] >= kills
+    assert not kills or sums["replaced"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from pathlib import Path
 
 import numpy as np
-import openai
 
 from agent_loop.chat import Chat
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
@@ -16,7 +14,7 @@ from message_queue.tokens import StopReason
 from recipes.calculator import task
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 from recipes.calculator.tokenizer import END_OF_TURN
-from tests.helpers.agents import RandomAgent, over_openai
+from tests.helpers.agents import LossyNetwork, RandomAgent, over_http
 
 REPLY = np.array([11, 12, 13], np.int32)
 TURNS = 4  # of a slow rollout
@@ -161,10 +159,9 @@ class AgentTask(CalculatorTask):
 
     async def act(self, prompt, access):
         chance = random.Random(access.api_key)
-        async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
-            agent = RandomAgent(over_openai(client), chance=chance, max_tokens=16)
-            with contextlib.suppress(openai.BadRequestError):  # the limits leave no call
-                await agent.run(chance.randint(2, 5))
+        async with over_http(access, LossyNetwork(chance), chance=chance) as answer:
+            agent = RandomAgent(answer, chance=chance, max_tokens=16)
+            await agent.run(chance.randint(2, 5))
         parity = len(agent.history[-1].content) % 2
         return {"policy": float(parity), "solver": len(agent.history) % 4 / 4, "critic": 0.5}
 

@@ -1,15 +1,18 @@
-"""A run whose rollouts are made by agent programs over HTTP, which rewrite their histories, under publishes."""
+"""A run whose rollouts are agent programs over HTTP, which rewrite their histories, under publishes and a kill."""
+
+import os
+import signal
 
 import numpy as np
 import pytest
 
-from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
+from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start, wait_for_step
 
 pytestmark = pytest.mark.timeout(900)
 STEPS = 4
 
 
-def test_agents_that_rewrite_their_histories_are_trained_exactly(tmp_path):
+def test_agents_that_rewrite_their_histories_are_trained_exactly_though_the_replica_is_killed(tmp_path):
     process = start(
         tmp_path,
         tmp_path / "warm_start",
@@ -20,8 +23,11 @@ def test_agents_that_rewrite_their_histories_are_trained_exactly(tmp_path):
         f"total_train_steps={STEPS}",
         "validation.prompts=4",
     )
+    wait_for_step(tmp_path, 1, process)
+    os.kill(pids(tmp_path)["replica-0"], signal.SIGKILL)
     output = finish(process)
     assert process.returncode == 0, output
+    assert "replica replica-1 serves in place of replica-0" in output
     steps, groups = check_records(tmp_path, steps=STEPS, staleness=1, k3=k3_bound(tmp_path / "warm_start"))
     files = check_rollouts(tmp_path, steps, groups)
     assert all(step["info/paths"] > 1.5 and step["info/turns"] > 2 for step in steps)

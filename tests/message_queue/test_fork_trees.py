@@ -129,7 +129,7 @@ def check(root, paths):
         assert path.token_ids().tolist() == ids and len(path) == len(ids)
         assert path.shared_tokens == sum(len(o) + sum(len(s[0]) for s in g) for o, g in model.turns[: model.shared])
         assert path.shared_tokens == own or not sequences
-        expected += [(path, ids, s, s is sequences[-1]) for s in sequences]
+        expected += [(path, ids, s) for s in sequences]
         for tokens, version, *_ in (s for _, segments in model.turns for s in segments):
             sampled |= {token: (logprob, version) for token, logprob in tokens}
     made = root.sequences()
@@ -138,10 +138,10 @@ def check(root, paths):
         assert [(s.path, len(s), s.runs) for s in made] == [(0, len(root), ())]
         return
     assert len(made) == len(expected)
-    for sequence, (path, ids, model, last) in zip(made, expected, strict=True):
+    for sequence, (path, ids, model) in zip(made, expected, strict=True):
         at = np.flatnonzero(loss_mask(sequence)).tolist()
         assert sequence.path == path.path and set(at) == model.loss
-        length = len(ids) if last else max(model.loss) + 1
+        length = max(model.loss) + 1
         assert sequence.token_ids.tolist() == ids[:length]
         check_rows(sequence, model.rows[:length] if root.routing else None)
         versions = [run.version for run in sequence.runs for _ in range(run.tokens)]

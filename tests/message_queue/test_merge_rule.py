@@ -194,9 +194,8 @@ class Schedule(RuleBasedStateMachine):
         made = self.trajectory.sequences()
         assert len(made) == len(self.model.sequences)
         covered = np.zeros(len(self.trajectory), int)
-        for number, (sequence, expected) in enumerate(zip(made, self.model.sequences, strict=True)):
-            last = number == len(made) - 1
-            assert len(sequence) == (len(self.trajectory) if last else max(expected.loss) + 1)
+        for sequence, expected in zip(made, self.model.sequences, strict=True):
+            assert len(sequence) == (max(expected.loss) + 1 if expected.loss else len(self.trajectory))
             assert set(np.flatnonzero(loss_mask(sequence)).tolist()) == expected.loss
             covered[: len(sequence)] += loss_mask(sequence)
             rows = [*expected.rows, *[None] * len(sequence)][: len(sequence)]
