@@ -1,0 +1,239 @@
+"""A replica without tokens: requests have a length, and all running requests advance by one token per decode step.
+
+Gate and life cycle are those of a real replica (`RequestGate`), so a publish pauses, aborts, freezes or drains it as in
+a run. A decode step takes longer with more requests (`Rates.step_s`), requests above `max_running` wait in order, and a
+prefill stops the decode of all. So only the start and the end of a request are events, not each of its tokens:
+
+    progress   tokens that a request would have by now if it had run since the start
+    a request that starts at progress 10.0 with 5 tokens ends at progress 15.0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import cast
+
+from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
+from async_rl.planning.description import Rates
+from async_rl.weights.transport import Seat, Source, WeightUpdate
+from message_queue.heads import Span, merged_spans
+from message_queue.tokens import TokenOutput, WeightVersion
+
+CLOSE = 1e-6  # tokens; a request so near to its end has ended
+
+
+@dataclass(slots=True, eq=False)
+class Decode:
+    """A request, and its tokens so far."""
+
+    request_id: str
+    """Unique while in flight."""
+    session: str
+    """Of the trajectory."""
+    tokens: int
+    """To be sampled."""
+    context: float
+    """Prompt and tokens so far, which are prefilled."""
+    spans: list[Span] = field(default_factory=list[Span])
+    """Tokens by version, once it has ended."""
+    aborted: bool = False
+    """Whether it ended before its last token."""
+    started: float = 0.0
+    """Progress of the replica when it started, or when its newest version was loaded."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it has ended."""
+
+    @property
+    def sampled(self) -> int:
+        """Tokens so far."""
+        return sum(tokens for _, tokens in self.spans)
+
+
+class PlannedReplica:
+    """See `async_rl.inference.replica.EngineReplica`. The request of `generate` is a Decode.
+
+    Attributes:
+        busy_s: time with a running request.
+        tokens: tokens sampled.
+    """
+
+    def __init__(self, name: str, *, rates: Rates, load_s: float, staged: bool) -> None:
+        self.name = self.node = name
+        self.busy_s = self.tokens = 0.0
+        self._rates = rates
+        self._load_s = load_s
+        self._staged = staged
+        self._weights = WeightVersion(0, "0")
+        self._gate = RequestGate(name)
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count()
+        self._running: list[tuple[float, int, Decode]] = []  # a heap, by progress at the end
+        self._waiting: deque[Decode] = deque()
+        self._progress = self._updated = self._prefilled = 0.0
+        self._frozen = False
+        self._speed = 1.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ---- control
+
+    async def pause(self) -> None:
+        self._gate.pause()
+
+    async def abort(self) -> int:
+        requests = self._gate.request_abort()
+        self.advance()
+        for _, _, decode in self._running:
+            self._end(decode, aborted=True)
+        for decode in self._waiting:
+            decode.aborted = True
+            decode.ended.set()
+        self._running.clear()
+        self._waiting.clear()
+        await until_finished(requests)
+        return len(requests)
+
+    async def drain(self) -> None:
+        await self._gate.drain()
+
+    async def freeze(self) -> int:
+        self.advance()
+        self._frozen = True
+        self._schedule()
+        return self._gate.freeze()
+
+    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
+        """The transfer is a wait of the plan."""
+
+    async def offer(self, update: WeightUpdate) -> Source:
+        raise EngineError(f"{self.name} serves no versions")
+
+    async def stage(self, update: WeightUpdate) -> None:
+        await asyncio.sleep(self._load_s)
+
+    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
+        self._gate.require_quiet("load")
+        if not self._staged:
+            await asyncio.sleep(self._load_s)
+        context = 0.0
+        for end, _, decode in self._running:
+            self._sampled(decode)
+            context += decode.context + decode.tokens - (end - self._progress)
+        if kv == "recompute":
+            self._prefill(context)
+        self._weights = update.weights
+        return self._weights
+
+    async def checksum(self) -> str:
+        return self._weights.digest
+
+    async def resume(self) -> None:
+        self.advance()
+        self._frozen = False
+        self._schedule()
+        self._gate.resume()
+
+    async def stats(self) -> ReplicaStats:
+        return self._gate.stats()
+
+    # ---- decoding
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        decode = cast(Decode, request)
+        async with self._gate.admit(decode.request_id):
+            self.advance()
+            if len(self._running) < self._rates.max_running:
+                self._start(decode)
+                self._schedule()
+            else:
+                self._waiting.append(decode)
+            try:
+                await decode.ended.wait()
+            finally:
+                if not decode.ended.is_set():
+                    self._remove(decode)
+        return []
+
+    def share(self, speed: float) -> None:
+        """Decode at this share of the full speed from now on."""
+        self.advance()
+        self._speed = speed
+        self._schedule()
+
+    def _step_s(self) -> float:
+        return self._rates.step_s(len(self._running)) / self._speed
+
+    def _remove(self, decode: Decode) -> None:
+        """A request whose caller is cancelled leaves."""
+        self.advance()
+        if decode in self._waiting:
+            self._waiting.remove(decode)
+            return
+        self._running = [running for running in self._running if running[2] is not decode]
+        heapify(self._running)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Start requests that wait, and look again when the next one ends."""
+        while self._waiting and len(self._running) < self._rates.max_running:
+            self._start(self._waiting.popleft())
+        self._schedule()
+
+    def _start(self, decode: Decode) -> None:
+        self._prefill(decode.context)
+        decode.started = self._progress
+        heappush(self._running, (self._progress + decode.tokens, next(self._numbers), decode))
+
+    def _prefill(self, tokens: float) -> None:
+        """The decode stops for these tokens."""
+        self._prefilled = max(self._prefilled, self._loop.time()) + tokens / self._rates.prefill_tokens_per_s
+
+    def advance(self) -> None:
+        """Progress up to now, at the number of requests since the last call."""
+        now = self._loop.time()
+        since, self._updated = self._updated, now
+        if not self._running or self._frozen:
+            return
+        self.busy_s += now - since
+        elapsed = now - max(since, self._prefilled)
+        if elapsed > 0:
+            steps = elapsed / self._step_s()
+            self._progress += steps
+            self.tokens += steps * len(self._running)
+
+    def _schedule(self) -> None:
+        """Look again when the next request ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._running and not self._frozen:
+            left = max(0.0, self._running[0][0] - self._progress) * self._step_s()
+            self._timer = self._loop.call_at(max(self._loop.time(), self._prefilled) + left, self._on_end)
+
+    def _on_end(self) -> None:
+        self._timer = None
+        self.advance()
+        while self._running and self._running[0][0] <= self._progress + CLOSE:
+            _, _, decode = heappop(self._running)
+            self._end(decode, aborted=False)
+        self._fill()
+
+    def _sampled(self, decode: Decode) -> None:
+        """Note the tokens of the version that is loaded now."""
+        tokens = min(int(self._progress - decode.started + CLOSE), decode.tokens - decode.sampled)
+        if tokens > 0:
+            decode.spans.append((self._weights.version, tokens))
+            decode.started += tokens
+
+    def _end(self, decode: Decode, *, aborted: bool) -> None:
+        if aborted:
+            self._sampled(decode)
+        elif (left := decode.tokens - decode.sampled) > 0:
+            decode.spans.append((self._weights.version, left))
+        decode.spans = list(merged_spans(decode.spans))
+        decode.aborted = aborted
+        decode.ended.set()
