@@ -12,20 +12,14 @@ from message_queue.ledger import LedgerCounts, LedgerRecord
 
 
 class TokenCount:
-    """Sampled tokens by group.
-
-    Attributes:
-        num_generated: tokens since this start, including those held from before it.
-    """
+    """Sampled tokens by group."""
 
     def __init__(self) -> None:
-        self.num_generated = 0
         self._of: dict[int, int] = {}
 
     def add(self, group: int, tokens: int) -> None:
         """Count `tokens` of a group, from an engine or held from before a restart."""
         self._of[group] = self._of.get(group, 0) + tokens
-        self.num_generated += tokens
 
     def pop(self, group: int) -> int:
         """Remove a group; returns its tokens."""

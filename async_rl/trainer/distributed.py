@@ -74,7 +74,6 @@ class ProcessGroups:
             context_rank=parallel_state.get_context_parallel_rank(),
         )
         self.data_rank: int = parallel_state.get_data_parallel_rank()
-        self.data_size: int = parallel_state.get_data_parallel_world_size()
         self.is_last_stage: bool = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def reseed(self, seed: int) -> None:

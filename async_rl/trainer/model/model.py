@@ -82,11 +82,6 @@ class ParallelConfig:
         """`expert_tensor` with its default resolved."""
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
-    @property
-    def sequence_multiple(self) -> int:
-        """Each sequence is padded to a multiple of this many tokens, so that context ranks get equal parts."""
-        return 2 * self.context if self.context > 1 else 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
