@@ -32,12 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.files.rollouts import FOLDER, FailedRollout, kind_of_error, read_failed, read_steps
+from message_queue.trajectory import POLICY
 
 CHUNK_ROWS = 64
 _COLUMNS = {
     "step": "int",
     "group": "int",
     "trajectory": "int",
+    "path": "int",
+    "agent": "int",
     "stop": "int",
     "error": "int",
     "prompt": "int",
@@ -75,7 +78,7 @@ class _Page:
         self.texts: list[str] = []
         self.first_rows: list[int] = []  # of each chunk
         self.prompts, self.stops, self.replicas, self.effects = _Names(), _Names(), _Names(), _Names()
-        self.errors = _Names()
+        self.errors, self.agents = _Names(), _Names()
         self.moe_layers: list[int] = []
         self.token_ids: set[int] = set()
 
@@ -84,7 +87,15 @@ class _Page:
         for start in range(0, len(rollouts), CHUNK_ROWS):
             part = rollouts[start : start + CHUNK_ROWS]
             rows = [
-                {"group": r.group, "trajectory": r.trajectory, "reward": 0.0, "advantage": None, "stop_reason": "error"}
+                {
+                    "group": r.group,
+                    "trajectory": r.trajectory,
+                    "path": 0,
+                    "agent": POLICY,
+                    "reward": 0.0,
+                    "advantage": None,
+                    "stop_reason": "error",
+                }
                 | {"prompt": None, "turns": [], "segments": [], "info": []}
                 for r in part
             ]
@@ -137,6 +148,8 @@ class _Page:
                 "step": step,
                 "group": row["group"],
                 "trajectory": row["trajectory"],
+                "path": row["path"],
+                "agent": self.agents.number(row["agent"]),
                 "stop": self.stops.number(row["stop_reason"]),
                 "error": self.errors.number(kind_of_error(error)) if row["stop_reason"] == "error" else -1,
                 "prompt": -1 if prompt is None else self.prompts.number(prompt.translate(_SEPARATORS)),
@@ -152,7 +165,7 @@ class _Page:
             for segment in segments:
                 self.replicas.number(segment["replica"])
             found.append(
-                {name: values[name] for name in ("step", "group", "trajectory")}
+                {name: values[name] for name in ("step", "group", "trajectory", "path")}
                 | {"tokens": length, "info": dict(row["info"]), "segments": [list(s.values()) for s in segments]}
                 | {"routing": row.get("routing")}
             )
@@ -263,6 +276,7 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
         "rows": len(page.texts),
         "columns": list(_COLUMNS.items()),
         "chunks": page.first_rows,
+        "agents": list(page.agents.numbers),
         "stops": list(page.stops.numbers),
         "replicas": list(page.replicas.numbers),
         "effects": list(page.effects.numbers),

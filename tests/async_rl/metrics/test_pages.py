@@ -33,6 +33,7 @@ def make_run(directory, *, lr, shift=0.0):
     (directory / "config.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": lr}, "output_dir": LONG}))
     write(directory, 2, [row(2, 0, n) for n in range(3)])
     write(directory, 4, [row(4, 1, 0), row(4, 1, 1, tokens=0), row(4, 2, 1, tokens=9), row(4, 2, 5)])
+    write(directory, 6, [row(6, 3, 0), row(6, 3, 0, tokens=7, path=1, agent="critic")])
     records = FailedRollouts(directory / FOLDER, config=RecordConfig())
     records.add(failed(1, 1, error=ERROR), train_step=3)
     records.add(failed(9, 0, error="PromptError: too long"), train_step=3)
@@ -67,7 +68,7 @@ def chosen(select, value):
 
 
 def count_is(count):
-    return f"document.getElementById('count').textContent.startsWith('{count} of 8')"
+    return f"document.getElementById('count').textContent.startsWith('{count} of 10')"
 
 
 async def test_pages_fit_narrow_and_wide_windows_in_light_and_dark(pages, page):
@@ -84,7 +85,7 @@ async def test_pages_fit_narrow_and_wide_windows_in_light_and_dark(pages, page):
 
 async def test_viewer_filters_by_error_and_text(pages, page):
     await page.open(pages[1])
-    await page.until(count_is(8))
+    await page.until(count_is(10))
     await page.run(chosen("error", "all"))
     await page.until(count_is(2))
     options = await page.run("[...document.querySelector('[name=error]').options].map((o) => o.text)")
@@ -100,6 +101,10 @@ async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, pa
     await page.open(f"{pages[1]}#step=4&group=1&trajectory=1")
     text = await page.run("document.querySelector('.card.chosen').textContent")
     assert text.startswith("#1") and ERROR in text and "said" in text
+    await page.open(f"{pages[1]}#step=6&group=3&trajectory=0&path=1")
+    assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#0, path 1, critic")
+    await page.run("document.querySelector('.card.chosen .show-tokens').click()")
+    await page.until("document.querySelectorAll('.card.chosen [data-i]').length === 7")
     await page.open(f"{pages[1]}#step=2&group=0&trajectory=0")
     assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#0")
     await page.run("document.querySelector('.card.chosen .show-tokens').click()")

@@ -17,7 +17,7 @@ SCRIPT = re.compile(r'<script type="text/plain" id="([\w-]+)">(.*?)</script>', r
 TEXT = "<tool_call>x</tool_call> </script> \0 \1 ü"
 
 
-def row(step, group, number, *, tokens=5):
+def row(step, group, number, *, tokens=5, path=0, agent="policy"):
     """A row with 2 prompt tokens; the last two of the others are trained, the first is too old."""
     sampled = tokens - 2
     failed = tokens == 0
@@ -25,6 +25,8 @@ def row(step, group, number, *, tokens=5):
         "train_step": step,
         "group": group,
         "trajectory": number,
+        "path": path,
+        "agent": agent,
         "reward": 0.5 * number,
         "advantage": None if failed else 0.25,
         "stop_reason": "error" if failed else "stop",
@@ -51,9 +53,9 @@ def row(step, group, number, *, tokens=5):
 LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
 SCHEMA = pa.schema(
     [
-        *((name, pa.int64()) for name in ("train_step", "group", "trajectory")),
+        *((name, pa.int64()) for name in ("train_step", "group", "trajectory", "path")),
         *((name, pa.float64()) for name in ("reward", "advantage")),
-        *((name, pa.string()) for name in ("stop_reason", "prompt")),
+        *((name, pa.string()) for name in ("agent", "stop_reason", "prompt")),
         ("info", pa.map_(pa.string(), pa.float64())),
         (
             "turns",
