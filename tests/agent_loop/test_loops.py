@@ -217,10 +217,11 @@ async def test_tool_use_loop_ends_a_trajectory(second, limits, stop_reason, samp
     assert trajectory.info["turns"] == len(sampled)
 
 
-async def test_turn_without_tokens_leaves_its_observation_without_rows():
+async def test_observation_of_a_turn_without_tokens_is_not_trained():
     trajectory = await roll(make_engine(turn(CALL), turn(ANSWER), context_length=REPLIED))
     assert (trajectory.stop_reason, [len(t.segments) for t in trajectory.turns]) == (StopReason.LENGTH, [1, 0])
     assert (len(trajectory), trajectory.num_rows) == (REPLIED, PROMPTED + CALLED - 1)
+    assert len(trajectory.sequences()[-1].token_ids) == PROMPTED + CALLED
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -146,7 +146,7 @@ BAD_OVERRIDES = [
     (["rollout.workers=few"], ["rollout.workers is 'few'", "integer"]),
     (["--config-dir", "nowhere"], ["nowhere"]),
     (["--config-name", "absent"], ["absent"]),
-    (["--recipe", "absent"], ["--recipe", "absent", "calculator, math, openenv, reasoning_gym, skyrl_gym, staleness"]),
+    (["--recipe", "absent"], ["--recipe", "absent", "agents, calculator, long_tail, math, openenv, reasoning_gym"]),
     (["resume=/nowhere"], ["resume is /nowhere", "auto"]),
     (["schedule=/nowhere"], ["schedule is /nowhere", "schedule.jsonl"]),
     (["output_dir=mine.py/run"], ["output_dir", "mine.py/run", "another"]),
@@ -356,7 +356,7 @@ def test_a_run_refuses_a_journal_that_it_cannot_continue(
     "given",
     [
         ["total_train_steps=200", "loss=ppo_clip", "optimizer.lr=1e-4", "resume=never"],
-        ["--recipe", "staleness", "+task.options.steps=[2, 3]", "task.prompt_file='/tmp/a b,c.jsonl'"],
+        ["--recipe", "long_tail", "+task.options.steps=[2, 3]", "task.prompt_file='/tmp/a b,c.jsonl'"],
         ["--config-name", "other", "--config-dir", "OTHER", "name=try", "output_dir=outputs/${name}"],
     ],
 )

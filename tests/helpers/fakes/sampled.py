@@ -48,18 +48,19 @@ def true_support(trajectory: Trajectory) -> list[list[int]]:
 
 
 def true_rows(trajectory: Trajectory) -> np.ndarray:
-    """Rows that `trajectory` must hold, int16 [T, moe_layers, top_k], from its tokens and who sampled them.
+    """Rows of the training sequence, int16 [T, moe_layers, top_k], from the tokens and who sampled them.
 
-    The slow, obvious statement of the rule: row p belongs to the first decode that sampled a token after p.
+    The slow, obvious statement of the rule: row p belongs to the first decode that sampled a token after p, and the
+    sequence ends with the last sampled token.
     """
     spec = trajectory.routing
     assert spec is not None
     tokens, versions = trajectory.token_ids(), param_versions(trajectory)
-    rows = np.full((len(tokens), *spec.row_shape), -1, np.int16)
-    for position in range(len(tokens) - 1):
+    end = np.flatnonzero(versions >= 0)[-1] + 1
+    rows = np.full((end, *spec.row_shape), -1, np.int16)
+    for position in range(end - 1):
         owners = versions[position + 1 :][versions[position + 1 :] >= 0]
-        if len(owners):
-            rows[position] = fake_row(int(tokens[position]), position, int(owners[0]), spec)
+        rows[position] = fake_row(int(tokens[position]), position, int(owners[0]), spec)
     return rows
 
 
