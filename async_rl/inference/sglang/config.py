@@ -226,21 +226,22 @@ def server_arguments(
             "node_rank": place.index,
             "dist_init_addr": f"{place.leader}:{place.port}",
         }
+    return _flags({**args, **_device_arguments(config, capture_routing=capture_routing), **config.extra_args})
+
+
+def _device_arguments(config: SglangConfig, *, capture_routing: bool) -> dict[str, Any]:
     if device_of(config) == "cuda":
-        args |= {
+        return {
             "mem_fraction_static": config.gpu_memory_utilization,
             "disable_prefill_cuda_graph": capture_routing,  # a graph bypasses the hook that forces experts
+            "max_total_tokens": config.kv_cache_tokens,
         }
-        if config.kv_cache_tokens is not None:
-            args["max_total_tokens"] = config.kv_cache_tokens
-    else:
-        args |= {
-            "device": "cpu",
-            "attention_backend": "torch_native",
-            "sampling_backend": "pytorch",
-            "max_total_tokens": config.kv_cache_tokens or 8 * (config.max_model_len + CONTEXT_SLACK),
-        }
-    return _flags({**args, **config.extra_args})
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": config.kv_cache_tokens or 8 * (config.max_model_len + CONTEXT_SLACK),
+    }
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:
