@@ -279,15 +279,8 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         "checkpoint.every": draw.choice((0, 1, 1, 2)),
         "validation.prompts": 2 if draw.random() < 0.2 else 0,
     }
-    agents = random.Random(f"agents {seed}")
-    agent: Agent | None = agents.choice((*[None] * 21, "program", "program", "external"))
-    if agent is not None:  # of sessions with several paths, fewer are enough
-        settings |= {
-            "total_train_steps": min(steps, 3 * per_batch),
-            "rollout.limits.max_turns": agents.randint(2, 10),
-            "rollout.limits.max_tokens": agents.choice((32, 64, 96)),
-            "rollout.failure.max_retries": agents.choice((0, 0, 1)),
-        }
+    agent, of_agent = _draw_agent(seed, most_steps=min(steps, 3 * per_batch))
+    settings |= of_agent
     return Scenario(
         agent=agent,
         file_bytes=draw.choice((1 << 10, 1 << 13, 1 << 20)),
@@ -299,6 +292,20 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         tool_s=draw.choice((0.01, 0.3)),
         faults=_draw_faults(draw, seed, replicas=replicas, workers=workers, agents=agent is not None) if faults else (),
     )
+
+
+def _draw_agent(seed: int, *, most_steps: int) -> tuple[Agent | None, dict[str, Any]]:
+    """Kind of agent, and its settings."""
+    draw = random.Random(f"agents {seed}")
+    agent: Agent | None = draw.choice((*[None] * 21, "program", "program", "external"))
+    if agent is None:
+        return None, {}
+    return agent, {
+        "total_train_steps": most_steps,  # of sessions with several paths, fewer are enough
+        "rollout.limits.max_turns": draw.randint(2, 10),
+        "rollout.limits.max_tokens": draw.choice((32, 64, 96)),
+        "rollout.failure.max_retries": draw.choice((0, 0, 1)),
+    }
 
 
 def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int, agents: bool) -> tuple[Fault, ...]:
