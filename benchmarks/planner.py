@@ -23,9 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.planning.description import Cluster, Description, Distribution, Rates, Workload
-from async_rl.planning.measured import describe_run
-from async_rl.planning.simulation import simulate, simulate_synchronous
+from async_rl.plan.description import Cluster, Description, Distribution, Rates, Workload
+from async_rl.plan.measured import describe_run
+from async_rl.plan.simulation import simulate, simulate_synchronous
 from benchmarks.support import markdown_table, show
 from message_queue.staleness import StalenessConfig
 

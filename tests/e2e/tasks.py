@@ -147,7 +147,7 @@ def uneven_task(options, *, seed):
 class AgentTask(CalculatorTask):
     """An agent program that rewrites its histories at random, over HTTP; an untrained model ends turns at letters.
 
-    Its agents have rewards of their own, and the critic is not trained.
+    Its agents have rewards of their own. The solver answers in every rollout; the critic is not trained.
     """
 
     def __init__(self, config, *, seed):
@@ -161,9 +161,10 @@ class AgentTask(CalculatorTask):
         chance = random.Random(access.api_key)
         async with over_http(access, LossyNetwork(chance), chance=chance) as answer:
             agent = RandomAgent(answer, chance=chance, max_tokens=16)
+            await agent.call(agent.request(agent="solver"))
             await agent.run(chance.randint(2, 5))
         parity = len(agent.history[-1].content) % 2
-        return {"policy": float(parity), "solver": len(agent.history) % 4 / 4, "critic": 0.5}
+        return {"policy": float(parity), "solver": chance.random(), "critic": 0.5}
 
 
 def agent_task(options, *, seed):

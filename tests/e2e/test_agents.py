@@ -46,7 +46,7 @@ def check_agents(rows):
             rewards.setdefault(key, {})[row["trajectory"]] = dict(row["info"])[f"reward/{row['agent']}"]
             advantages.setdefault(key, {})[row["trajectory"]] = row["advantage"]
     assert {row["agent"] for row in rows} == {"policy", "solver", "critic"}
-    assert any(value for (_, agent), found in advantages.items() for value in found.values() if agent == "solver")
+    assert any(value for (_, agent), found in advantages.items() if agent == "solver" for value in found.values())
     for key, found in rewards.items():
         values = np.array(list(found.values()))
         spread = values.std(ddof=1) if len(values) > 1 else 0.0

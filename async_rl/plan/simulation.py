@@ -20,9 +20,9 @@ from agent_loop.loop import Message, Prompt
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.metrics.registry import staleness_histogram
-from async_rl.planning.description import Description
-from async_rl.planning.replica import PlannedReplica
-from async_rl.planning.worker import GroupLengths, PlannedWorker
+from async_rl.plan.description import Description
+from async_rl.plan.replica import PlannedReplica
+from async_rl.plan.worker import GroupLengths, PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.simulator.virtual_time import run_in_virtual_time

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.planning import simulation
-from async_rl.planning.description import Cluster, Description, Distribution, Publish, Rates, Workload
-from async_rl.planning.planner import make_plan, s_max
-from async_rl.planning.simulation import simulate, simulate_synchronous
+from async_rl.plan import simulation
+from async_rl.plan.description import Cluster, Description, Distribution, Publish, Rates, Workload
+from async_rl.plan.planner import make_plan, s_max
+from async_rl.plan.simulation import simulate, simulate_synchronous
 from message_queue.staleness import StalenessConfig
 
 CLOSE = 0.05

@@ -19,7 +19,7 @@ from typing import cast
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
-from async_rl.planning.description import Rates
+from async_rl.plan.description import Rates
 from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import yaml
 
-from async_rl.plan import main
-from async_rl.planning.measured import describe_run
-from async_rl.planning.simulation import simulate_synchronous
+from async_rl.plan.__main__ import main
+from async_rl.plan.measured import describe_run
+from async_rl.plan.simulation import simulate_synchronous
 
 DECODE_S, PER_REQUEST_S, TRAIN_S, PAUSE_S = 0.01, 0.002, 3.0, 0.5
 CONFIG = {

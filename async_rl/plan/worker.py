@@ -19,8 +19,8 @@ from agent_loop.tools import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.metrics.validation import ValidationRollout
-from async_rl.planning.description import Workload
-from async_rl.planning.replica import Decode
+from async_rl.plan.description import Workload
+from async_rl.plan.replica import Decode
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, WorkerEvent

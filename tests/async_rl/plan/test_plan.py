@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.plan import main
+from async_rl.plan.__main__ import main
 
 WINS = """
 cluster: {gpus: 8, train_gpus: 2, synchronous: colocated}

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from async_rl.planning.description import Description
-from async_rl.planning.simulation import Seen, simulate, simulate_synchronous
+from async_rl.plan.description import Description
+from async_rl.plan.simulation import Seen, simulate, simulate_synchronous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from async_rl.planning.description import (
+from async_rl.plan.description import (
     Cluster,
     Description,
     Distribution,

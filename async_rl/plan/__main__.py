@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from async_rl.planning.description import Description, PlanError, read_description
-from async_rl.planning.measured import describe_run
-from async_rl.planning.planner import Plan, make_plan
+from async_rl.plan.description import Description, PlanError, read_description
+from async_rl.plan.measured import describe_run
+from async_rl.plan.planner import Plan, make_plan
 
 
 def main(argv: Sequence[str] | None = None) -> int:
