@@ -1,10 +1,16 @@
-"""Results of an experiment: a JSON file with what the figure shows, and the figure."""
+"""Results of an experiment: a JSON file with what the figure shows, the figure, and a table.
+
+`python -m recipes.staleness.results FILE...` prints the tables of results and draws their figures again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +24,9 @@ from async_rl.metrics.curves import include_unit_interval
 from async_rl.metrics.report import RunRecord
 
 from .experiment import SEED, Cell, Experiment
+
+DPI = 80
+_DIGITS = 5
 
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """0.975 quantile of Student's t distribution for 1 to 9 degrees of freedom; the last is also used for more."""
@@ -67,7 +76,15 @@ class CellResult:
         return float("nan")
 
 
-MEANS = ("idle/trainer", "idle/rollout", "staleness/mean", "mismatch/k3", "clip/fraction", "length/trained_mean")
+MEANS = {
+    "staleness/mean": "staleness",
+    "idle/trainer": "trainer idle",
+    "idle/rollout": "replicas idle",
+    "mismatch/k3": "k3",
+    "clip/fraction": "clipped",
+    "length/trained_mean": "tokens per trajectory",
+}
+"""Metric -> heading of its column."""
 
 
 def result_of(cell: Cell, run: RunRecord) -> CellResult:
@@ -115,7 +132,8 @@ class Results:
 
     def write(self, path: Path) -> None:
         """Write the file."""
-        path.write_text(json.dumps(asdict(self)) + "\n")
+        values = TypeAdapter(Results).dump_python(self, mode="json")
+        path.write_text(json.dumps(_rounded(values), separators=(",", ":")) + "\n")
 
     @staticmethod
     def read(path: Path) -> Results:
@@ -134,6 +152,18 @@ class Results:
     def first_axis(self) -> str:
         """The axis from left to right."""
         return next(iter(self.cells[0].labels))
+
+    def control_of(self, cell: CellResult) -> CellResult:
+        """The synchronous run that differs from `cell` in the first axis alone."""
+        labels = {**cell.labels, self.first_axis: self.control}
+        return next(other for other in self.cells if other.labels == labels)
+
+    def by_labels(self) -> list[list[CellResult]]:
+        """The results of all seeds, for each combination of the other labels."""
+        found: dict[tuple[str, ...], list[CellResult]] = {}
+        for cell in self.cells:
+            found.setdefault(tuple(label for axis, label in cell.labels.items() if axis != SEED), []).append(cell)
+        return list(found.values())
 
     def series(self) -> dict[str, dict[str, list[CellResult]]]:
         """Labels of the other axes -> label of the first axis -> results of all seeds."""
@@ -154,6 +184,39 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if seeds == 1:
         return values[0], np.zeros_like(values[0])
     return values.mean(0), T_QUANTILES[min(seeds - 2, len(T_QUANTILES) - 1)] * values.std(0, ddof=1) / np.sqrt(seeds)
+
+
+def table(results: Results) -> Iterator[str]:
+    """Rows of a Markdown table: means over the seeds, and half the width of their 95 % intervals."""
+    target = results.target
+    columns: dict[str, Callable[[CellResult], float]] = {
+        "success at the end": lambda cell: cell.success,
+        "mean reward": lambda cell: float(np.mean(cell.rewards)),
+        "tokens/s": lambda cell: cell.tokens_per_second,
+    }
+    if results.control is not None:
+        columns["/ synchronous"] = lambda cell: cell.tokens_per_second / results.control_of(cell).tokens_per_second
+    if target is not None:
+        columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
+    columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in MEANS.items()}
+    others = [axis for axis in results.cells[0].labels if axis not in (results.first_axis, SEED)]
+    yield f"| {' | '.join([*others, results.first_axis, *columns])} |"
+    yield "|" + "---|" * (len(others) + 1 + len(columns))
+    for cells in results.by_labels():
+        labels = [label for axis, label in cells[0].labels.items() if axis in others]
+        shown = [_shown([value(cell) for cell in cells]) for value in columns.values()]
+        yield f"| {' | '.join([*labels, cells[0].labels[results.first_axis], *shown])} |"
+
+
+def _shown(values: Sequence[float]) -> str:
+    """`0.93 ± 0.02`; with seeds that have no value, `412 ± 30 (4 of 5)`."""
+    found = np.array([value for value in values if math.isfinite(value)])
+    if not len(found):
+        return ""
+    mean, half = interval(found)
+    digits = max(0, 2 - math.floor(math.log10(abs(mean)))) if 0 < abs(mean) < 100 else 0
+    text = f"{mean:.{digits}f}" if len(found) == 1 else f"{mean:.{digits}f} ± {half:.{digits}f}"
+    return text if len(found) == len(values) else f"{text} ({len(found)} of {len(values)})"
 
 
 def draw(results: Results) -> Figure:
@@ -223,3 +286,34 @@ def _histogram(axis: Axes, series: Mapping[str, Sequence[CellResult]]) -> None:
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
     """Trailing mean over up to `window` values: (1, 2, 3) with window=2 -> (1, 1.5, 2.5)."""
     return np.array([values[max(0, i + 1 - window) : i + 1].mean() for i in range(len(values))])
+
+
+def _rounded(value: Any) -> Any:
+    """JSON with numbers of `_DIGITS` digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in cast(dict[str, Any], value).items()}
+    return [_rounded(each) for each in cast(list[Any], value)] if isinstance(value, list) else value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table and draw the figure of each file; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m recipes.staleness.results", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results.json of an experiment")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the figures, EXPERIMENT.png each")
+    arguments = parser.parse_args(argv)
+    for path in arguments.files:
+        results = Results.read(path)
+        show(results, arguments.out / f"{results.experiment}.png")
+    return 0
+
+
+def show(results: Results, figure: Path) -> None:
+    """Print the table, and write the figure."""
+    draw(results).savefig(figure, dpi=DPI, metadata={"Software": None})
+    sys.stdout.write("".join(f"{line}\n" for line in table(results)) + f"\n{figure}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

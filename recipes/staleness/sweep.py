@@ -1,4 +1,4 @@
-"""`python -m recipes.staleness.sweep EXPERIMENT`: one run for each cell of an experiment, then one figure.
+"""`python -m recipes.staleness.sweep EXPERIMENT`: one run for each cell of an experiment, then a table and a figure.
 
 A finished cell is skipped; an unfinished cell resumes from its checkpoint. If the directory of a cell contains a run
 with other settings, the command ends before any cell runs.
@@ -21,7 +21,7 @@ from async_rl.config import ConfigError, load_config
 from async_rl.metrics.report import read_run
 
 from .experiment import Cell, Experiment, experiments, read_experiment
-from .results import Results, draw
+from .results import Results, show
 
 SETTINGS_FILE = "settings.json"
 SHOWN_DIFFERENCES = 5
@@ -127,8 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     results = Results.of(experiment, {cell: read_run(out / cell.name) for cell in chosen})
     results.write(out / "results.json")
-    draw(results).savefig(out / "figure.png", dpi=110)
-    sys.stdout.write(f"{out / 'figure.png'}\n")
+    show(results, out / "figure.png")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from async_rl.config import ConfigError, load_config
 from async_rl.metrics.report import RunRecord
 from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
-from recipes.staleness.results import Results, _smooth, draw, interval
+from recipes.staleness.results import Results, _smooth, draw, interval, table
 
 LOSSES = read_experiment("losses").changed(["seed=0,1,2"])
 
@@ -72,7 +73,7 @@ def results_of(experiment, **options):
 
 
 def test_results_have_rates_times_and_ages(tmp_path):
-    results = results_of(LOSSES.changed(["staleness.max_staleness=2", "loss=tis"]))
+    results = results_of(LOSSES.changed(["staleness.max_staleness=2", "loss=tis"]), reward=0.125)
     results.write(tmp_path / "results.json")
     assert Results.read(tmp_path / "results.json") == results
     cell = results.cells[0]
@@ -100,6 +101,22 @@ def test_the_figure_shows_tokens_that_are_older_than_the_bound():
     experiment = LOSSES.changed(["staleness.max_staleness=1", "loss=tis", "seed=0"])
     histogram = draw(results_of(experiment, oldest=3)).axes[-1]
     assert [patch.get_height() for patch in histogram.patches] == pytest.approx([0, 0.2, 0.2, 0.6])
+
+
+def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
+    experiment = LOSSES.changed(["staleness.max_staleness=3,7", "loss=tis", "seed=0,1"])
+    runs = {cell: record(cell, reward=0.1 + 0.02 * int(cell.labels["seed"])) for cell in experiment.cells()}
+    for cell, run in runs.items():  # bound 7 takes half of the time; seed 1 reaches the target in it
+        for step in run.steps:
+            step["step/seconds"] /= 2 if cell.labels["max_staleness"] == "7" else 1
+        if (cell.labels["max_staleness"], cell.labels["seed"]) == ("7", "0"):
+            run.validations[-1]["validation/success"] = 0.8
+    heading, _, synchronous, ahead = table(Results.of(replace(experiment, target=0.9), runs))
+    assert heading.startswith("| loss | max_staleness | success at the end | mean reward | tokens/s | / synchronous |")
+    assert synchronous.startswith(
+        "| tis | 3 | 0.900 ± 0.000 | 0.330 ± 0.381 | 5.00 ± 0.00 | 1.00 ± 0.00 | 10.0 ± 0.0 |"
+    )
+    assert ahead.startswith("| tis | 7 | 0.850 ± 0.635 | 0.330 ± 0.381 | 10.0 ± 0.0 | 2.00 ± 0.00 | 5.00 (1 of 2) |")
 
 
 class Runs:
