@@ -34,6 +34,7 @@ import numpy as np
 from agent_loop.answers import check_answer, cut_segments
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, SamplingConfig
 from agent_loop.loop import PromptError, RolloutError, TurnLimits
+from agent_loop.timeline import timed
 from message_queue.tokens import ContractError, Int32Array, RoutedExperts, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory, Turn
 
@@ -228,7 +229,12 @@ class SegmentDecoder:
         deadline = asyncio.timeout(self._limits.generate_timeout_s)
         try:
             async with deadline:
-                return await self._engine.generate(request)
+                with timed("generate", replica="", tokens=0, aborted=False) as seen:
+                    answer = await self._engine.generate(request)
+                    if answer:
+                        aborted = answer[-1].stop_reason is StopReason.ABORT
+                        seen |= {"replica": answer[-1].replica, "tokens": sum(map(len, answer)), "aborted": aborted}
+                    return answer
         except TimeoutError as error:
             if not deadline.expired():
                 raise

@@ -32,6 +32,7 @@ from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, samp
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.functions import call_function, check_columns, named_parameters
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.timeline import timed
 from agent_loop.tools import PauseGate
 from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
@@ -157,7 +158,8 @@ class OpenEnvironment:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                return await call_function(function, arguments)
+                with timed("tool", name=f"{self._name}.{method}"):
+                    return await call_function(function, arguments)
         except RolloutError:
             raise
         except Exception as error:

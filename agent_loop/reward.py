@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from agent_loop.loop import Message, Prompt, RolloutError
+from agent_loop.timeline import timed
 from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
 
@@ -68,7 +69,8 @@ async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completio
     deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            found = await reward.score(prompt, completion=completion)
+            with timed("reward"):
+                found = await reward.score(prompt, completion=completion)
             score = found if isinstance(found, Score) else Score(float(found))
     except RewardError:
         raise

@@ -22,6 +22,7 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ from agent_loop.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer
 from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
 from agent_loop.engine import Engine, EngineError, SamplingConfig
 from agent_loop.loop import Message, RolloutError, ToolUse, TurnLimits
+from agent_loop.timeline import now, record
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import POLICY, Trajectory, Turn
 
@@ -182,6 +184,8 @@ class AgentSession:
         self._sampling = sampling
         self._declared = frozenset(agents)
         self._cache_salt = cache_salt
+        self._context = copy_context()  # of the rollout; a call comes in that of the server
+        self._own_time_since = now()  # time in which no call is in flight
         self.is_full = False
         self.ended = asyncio.Event()
         self._failed = asyncio.Event()
@@ -271,6 +275,8 @@ class AgentSession:
 
     def end(self) -> None:
         """End the session; calls in flight end with SessionEnded. Idempotent."""
+        if not self.ended.is_set():
+            self._record_own_time()
         self.ended.set()
         for task in self._running:
             task.cancel()
@@ -301,7 +307,8 @@ class AgentSession:
             return self._recorded[key]
         task = self._in_flight.get(key) if is_retry else None
         if task is None:
-            task = self._in_flight[key] = asyncio.create_task(make())
+            self._record_own_time()
+            task = self._in_flight[key] = asyncio.create_task(make(), context=self._context)
             self._running.add(task)
             task.add_done_callback(lambda ended: self._settle(key, ended))
         else:
@@ -313,8 +320,14 @@ class AgentSession:
                 raise SessionEnded(f"session {self.name} has ended") from None
             raise
 
+    def _record_own_time(self) -> None:
+        """Record the time that the program did not wait for the model, if it ends now."""
+        if not self._running:
+            self._context.run(record, "tool", self._own_time_since, name="program")
+
     def _settle(self, key: bytes, task: asyncio.Task[_Answer]) -> None:
         self._running.discard(task)
+        self._own_time_since = now()
         if self._in_flight.get(key) is task:
             del self._in_flight[key]
         if not task.cancelled() and task.exception() is None:

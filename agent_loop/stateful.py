@@ -25,6 +25,7 @@ from typing import Any, cast
 from agent_loop.functions import FunctionTool, call_function, check_columns, named_parameters
 from agent_loop.loop import Prompt, RolloutError, StateLostError
 from agent_loop.mcp import McpServer
+from agent_loop.timeline import timed
 from agent_loop.tools import MalformedCall, Tool, ToolCall, ToolReply, ToolRunner, parse_tool_calls
 from agent_loop.user_errors import describe_error
 
@@ -88,7 +89,8 @@ class ToolClass:
                 owner = self._factory()
                 if hasattr(owner, "open"):
                     async with asyncio.timeout(timeout_s):
-                        await call_function(owner.open, arguments)
+                        with timed("tool", name=f"{self.name}.open"):
+                            await call_function(owner.open, arguments)
             except RolloutError:
                 raise
             except Exception as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 from agent_loop.loop import RolloutError
+from agent_loop.timeline import timed
 from agent_loop.user_errors import describe_error
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
@@ -198,7 +199,8 @@ class ToolRunner:
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:
-                return ToolReply(await tool(call.arguments), failed=False)
+                with timed("tool", name=tool.name):
+                    return ToolReply(await tool(call.arguments), failed=False)
         except RolloutError:
             raise
         except ToolError as error:

@@ -275,7 +275,8 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         await replica.address.actor.begin.remote(tokens=size.tokens)
     pool = ReplicaPool(parts.replicas)
     recorder = Recorder(directory, console=None)
-    rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say)
+    trace = Trace(directory / "trace.json")
+    rollouts = Dispatcher(parts.workers[: size.workers], pool=pool, note=say, trace=trace)
 
     async def no_replica(lost: PoolReplica, /, *, slot: int, name: str) -> PoolReplica:
         raise RuntimeError(f"{lost.name} is lost")
@@ -288,7 +289,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         rollouts=rollouts,
         routing=parts.routing,
         recorder=recorder,
-        trace=Trace(directory / "trace.json"),
+        trace=trace,
         weights_directory=directory,
         schedule_replay=NoReplay(),
     )

@@ -13,6 +13,7 @@ import ray
 from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
+from agent_loop.timeline import TimeSpan
 from async_rl.cluster.actors import ReplicaHost, RolloutHost
 from async_rl.cluster.clients import TrainerClient
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
@@ -202,12 +203,12 @@ class ScriptedReplicaHost(ReplicaHost):
 class FakeRank:
     """A trainer rank that fetches the content of its batch and makes no gradient."""
 
-    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
         for group in ray.get(list(contents)):
             for trajectory in group:
                 for sequence in trajectory:
                     sequence.token_ids.sum()
-        return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
+        return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}, []
 
 
 class FakeTrainer(TrainerClient):

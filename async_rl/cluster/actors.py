@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from agent_loop.loop import Prompt
+    from agent_loop.timeline import TimeSpan
     from async_rl.cluster.clients import ReplicaAddress
     from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from message_queue.training_sequence import GroupContent
     from message_queue.trajectory import Trajectory
 
+T = TypeVar("T")
 _remote, _method = cast(Any, ray.remote), cast(Any, ray.method)  # whose stubs do not know all of their arguments
 MAX_ROLLOUTS = 1 << 16  # concurrent calls of a rollout worker: one per group that it rolls out
 EVENTS_S = 10.0  # longest wait of a rollout worker for something to report
@@ -637,57 +639,55 @@ class TrainerActor:
                 recorder=recorder,
             )
 
-    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
+    # Each call returns its answer, and the time spans of this rank that ended since the last call.
+
+    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
         """contents: [G], a reference to the content of each group of the plan."""
-        with log_failure():
-            return self._rank.train(self._with_contents(plan, contents))
+        return self._answer(lambda: self._rank.train(self._with_contents(plan, contents)))
 
-    def train_supervised(self, plan: BatchPlan, contents: Sequence[Any]) -> dict[str, float]:
-        with log_failure():
-            return self._rank.train_supervised(self._with_contents(plan, contents))
+    def train_supervised(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
+        return self._answer(lambda: self._rank.train_supervised(self._with_contents(plan, contents)))
 
-    def snapshot_weights(self) -> None:
-        with log_failure():
-            self._rank.snapshot_weights()
+    def snapshot_weights(self) -> tuple[None, list[TimeSpan]]:
+        return self._answer(self._rank.snapshot_weights)
 
-    def score(self, batch: TrainingBatch) -> list[Tensor]:
-        with log_failure():
-            return self._rank.score(batch)
+    def score(self, batch: TrainingBatch) -> tuple[list[Tensor], list[TimeSpan]]:
+        return self._answer(lambda: self._rank.score(batch))
 
-    def export(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate | None:
-        with log_failure():
-            return self._rank.export(directory, version=version, keep_version=keep_version)
+    def export(
+        self, directory: Path | str, *, version: int, keep_version: int
+    ) -> tuple[WeightUpdate | None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.export(directory, version=version, keep_version=keep_version))
 
-    def remove_updates(self, directory: Path | str) -> None:
-        with log_failure():
-            self._rank.remove_updates(directory)
+    def remove_updates(self, directory: Path | str) -> tuple[None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.remove_updates(directory))
 
-    def save_pretrained(self, folder: Path, *, like: Path) -> None:
-        with log_failure():
-            self._rank.save_pretrained(folder, like=like)
+    def save_pretrained(self, folder: Path, *, like: Path) -> tuple[None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.save_pretrained(folder, like=like))
 
-    def save(self, directory: Path) -> None:
-        with log_failure():
-            self._rank.save(directory)
+    def save(self, directory: Path) -> tuple[None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.save(directory))
 
-    def restore(self, directory: Path) -> None:
-        with log_failure():
-            self._rank.restore(directory)
+    def restore(self, directory: Path) -> tuple[None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.restore(directory))
 
-    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        with log_failure():
-            self._rank.reset_optimizer(optimizer)
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> tuple[None, list[TimeSpan]]:
+        return self._answer(lambda: self._rank.reset_optimizer(optimizer))
 
-    def close(self) -> None:
+    def close(self) -> tuple[None, list[TimeSpan]]:
+        return self._answer(self._rank.close)
+
+    def _answer(self, call: Callable[[], T]) -> tuple[T, list[TimeSpan]]:
         with log_failure():
-            self._rank.close()
+            return call(), self._rank.timeline.take()
 
     def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
         """The plan with the content of the groups that this rank trains or records; only these are fetched."""
         groups = plan.groups_of(self._rank.data_rank)
         if self._rank.records and plan.batch.recorded is not None:
             groups = sorted({*groups, *plan.batch.recorded.heads})
-        fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
+        with self._rank.timeline.span("fetch", groups=len(groups)):
+            fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
         here = [fetched.get(group) for group in range(len(contents))]
         return replace(plan, batch=replace(plan.batch, contents=here))
 

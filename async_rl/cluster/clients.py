@@ -14,12 +14,14 @@ from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.timeline import TimeSpan
 from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.files.logs import log_end
 from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.replica import EngineReplica, KVPolicy, ReplicaStats
 from async_rl.inference.select import EngineConfig, actor_environment
+from async_rl.metrics.trace import Trace
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
@@ -227,6 +229,7 @@ class TrainerClient:
     Args:
         planner: decides which rank trains which sequence of a batch.
         logs: folder with the output of each rank, whose end becomes a note of an error of that rank.
+        trace: gets the time spans of the ranks; None for none.
 
     Attributes:
         pids: process ids of the ranks, once they have started.
@@ -239,9 +242,11 @@ class TrainerClient:
         planner: Planner,
         timeout_s: float,
         logs: Path | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self._actors = actors
         self._logs = logs
+        self._trace = trace or Trace(None)
         self._planner = planner
         self._timeout_s = timeout_s
         self.pids: list[int] = []
@@ -262,6 +267,7 @@ class TrainerClient:
         record: RecordConfig | None = None,
         delta: bool = False,
         broadcast: bool = False,
+        trace: Trace | None = None,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
 
@@ -282,7 +288,8 @@ class TrainerClient:
             )
             for i in range(config.ranks)
         ]
-        client = cls(actors, planner=Planner(config=config, loss=loss), timeout_s=timeout_s, logs=logs)
+        planner = Planner(config=config, loss=loss)
+        client = cls(actors, planner=planner, timeout_s=timeout_s, logs=logs, trace=trace)
         try:
             rendezvous = await client._bounded("open_rendezvous", 0, actors[0].open_rendezvous.remote())
             common = {
@@ -365,9 +372,12 @@ class TrainerClient:
         for actor in self._actors:
             ray.kill(actor)
 
-    async def _first(self, what: str, call: Callable[[Any], Awaitable[T]]) -> T:
-        """Answer of rank 0 to a call of every rank."""
-        return (await self._all(what, [call(actor) for actor in self._actors]))[0]
+    async def _first(self, what: str, call: Callable[[Any], Awaitable[tuple[T, Sequence[TimeSpan]]]]) -> T:
+        """Answer of rank 0 to a call of every rank; the time spans of all go into the trace."""
+        answers = await self._all(what, [call(actor) for actor in self._actors])
+        for rank, (_, spans) in enumerate(answers):
+            self._trace.add(f"trainer-{rank}", spans)
+        return answers[0][0]
 
     async def _all(self, what: str, refs: list[Awaitable[T]]) -> list[T]:
         """Answers of all ranks; the first failure is raised at once, though other ranks may still wait for it."""

@@ -30,13 +30,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from agent_loop.loop import Prompt
+from agent_loop.timeline import OpenSpan
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
@@ -139,6 +140,11 @@ class Controller:
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
         self._num_without_spread = 0  # groups dropped for that in a row
+        self._queued: dict[int, OpenSpan] = {}  # spans of the groups that are ready
+        self._unpublished: list[int] = []  # groups trained since the last export
+        self._groups_of: dict[int, list[int]] = {}  # version -> groups trained since the one before
+        for admission in () if restored is None else restored.ready:
+            self._queued[admission.group] = trace.start("queue", group=admission.group)
 
     def request_stop(self) -> None:
         """Finish the train step under way, save a checkpoint, and return from `run`."""
@@ -225,20 +231,21 @@ class Controller:
             self._version += 1
             self._version_updates[self._version] = self._train_step
             await self._queue.publish(self._version, update=self._train_step)
-        update = await self._trainer.export(
-            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
-        )
+        update = await self._write_weights()
         await self._snapshot_weights(update)
-        self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
-        await self._loaded(update)
+        await self._load(update)
         if not known:
             await self._save()
 
     async def _feed(self) -> None:
         while True:
             prompt = self._prompts.current()
-            await self._schedule_replay.may_admit(prompt.index)
-            admission = await self._queue.admit(prompt.index)
+            version = self._loaded_version
+            with self._trace.span("admit") as span:
+                await self._schedule_replay.may_admit(prompt.index)
+                admission = await self._queue.admit(prompt.index)
+                reason = "staleness" if admission.admitted_version > version else "capacity"
+                span.args |= {"group": admission.group, "reason": reason}
             self._schedule_replay.admitted(admission)
             if admission.prompt == prompt.index:
                 self._prompts.advance()
@@ -257,7 +264,7 @@ class Controller:
                 groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
 
     async def _roll(self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()) -> None:
-        with self._trace.span("rollout", f"group {admission.group}", version=admission.admitted_version):
+        with self._trace.span("rollout", group=admission.group, version=admission.admitted_version):
             outcome, content = await self._rollouts.roll(prompt, admission, existing=existing)
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
@@ -289,10 +296,12 @@ class Controller:
             )
             await self._contents.drop([outcome.group])
             return
+        self._queued[outcome.group] = self._trace.start("queue", group=outcome.group)
         await self._schedule_replay.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
         expired = await self._queue.put(outcome)
         if expired is not None:
+            self._end_queued([outcome.group], dropped=expired)
             await self._contents.drop([outcome.group])
 
     def _drops_without_spread(self, head: GroupHead) -> bool:
@@ -323,7 +332,9 @@ class Controller:
         try:
             while self._train_step < self._config.total_train_steps:
                 started, busy = time.monotonic(), await self._replicas.busy_seconds()
-                batch = await self._take_or_stop()
+                step = self._train_step + self._config.updates_per_batch
+                with self._trace.span("wait", track="train", step=step):
+                    batch = await self._take_or_stop()
                 if batch is None:
                     return
                 await self._step(batch, waited=time.monotonic() - started, started=started, busy=busy)
@@ -337,10 +348,8 @@ class Controller:
         while True:
             update = await self._updates.get()
             await self._validations.first_done.wait()  # that round is of the start weights alone
-            with self._trace.span("publish", f"version {update.weights.version}", digest=update.weights.digest):
-                await self._schedule_replay.may_load(self._version_updates[update.weights.version])
-                self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
-            await self._loaded(update)
+            await self._schedule_replay.may_load(self._version_updates[update.weights.version])
+            await self._load(update)
             self._updates.task_done()
 
     # ---- parts of the train stage
@@ -360,11 +369,13 @@ class Controller:
 
     async def _step(self, batch: Batch, *, waited: float, started: float, busy: float) -> None:
         """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
-        config = self._config
+        config, groups = self._config, [head.group for head in batch.groups]
+        self._end_queued(groups)
         self._schedule_replay.taken()
         await self._start_probe(batch)
-        with self._trace.span("train", f"step {self._train_step + config.updates_per_batch}", groups=len(batch.groups)):
+        with self._trace.span("train", step=self._train_step + config.updates_per_batch, groups=groups):
             prepared, metrics = await self._train_on(batch)
+        self._unpublished += groups
         due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
         if due and self._train_step > self._replayed:
             await self._compare()
@@ -404,12 +415,18 @@ class Controller:
     async def _export(self) -> None:
         self._version += 1
         self._version_updates[self._version] = self._train_step
-        update = await self._trainer.export(
-            self._config.weights_directory, version=self._version, keep_version=self._loaded_version
-        )
+        update = await self._write_weights()
         await self._queue.publish(self._version, update=self._train_step)
         await self._snapshot_weights(update)
         await self._updates.put(update)
+
+    async def _write_weights(self) -> WeightUpdate:
+        """Have the trainer write its weights as the newest version."""
+        self._groups_of[self._version], self._unpublished = self._unpublished, []
+        with self._trace.span("export", track="train", version=self._version):
+            return await self._trainer.export(
+                self._config.weights_directory, version=self._version, keep_version=self._loaded_version
+            )
 
     async def _start_probe(self, batch: Batch) -> None:
         """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
@@ -434,17 +451,28 @@ class Controller:
         """Compare engines and trainer by the newest version; the trainer keeps it until the next export."""
         if self._probe is None or (version := self._unscored) is None:
             return
-        while self._loaded_version < version:
-            await self._served.wait()
-        self._k3_probe = await self._probe.compare(version, self._trainer)
+        with self._trace.span("probe", track="train", version=version):
+            while self._loaded_version < version:
+                await self._served.wait()
+            self._k3_probe = await self._probe.compare(version, self._trainer)
         self._unscored = None
 
-    async def _loaded(self, update: WeightUpdate) -> None:
-        """Every replica serves it."""
-        self._loaded_version = update.weights.version
-        self._schedule_replay.loaded(self._version_updates[update.weights.version])
-        await self._queue.loaded(update.weights.version)
+    async def _load(self, update: WeightUpdate) -> None:
+        """Load a version on every replica, then let groups start on it."""
+        version, digest = update.weights.version, update.weights.digest
+        with self._trace.span("publish", version=version, digest=digest, groups=self._groups_of.pop(version)):
+            self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
+        self._loaded_version = version
+        self._schedule_replay.loaded(self._version_updates[version])
+        await self._queue.loaded(version)
         self._served.notify_all()
+
+    def _end_queued(self, groups: Iterable[int], **args: str) -> None:
+        """End the spans of groups that leave the queue."""
+        for group in groups:
+            if (span := self._queued.pop(group, None)) is not None:
+                span.args |= args
+                self._trace.end(span)
 
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.snapshot()
@@ -456,7 +484,10 @@ class Controller:
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
         records = await self._queue.drain_records()
         self._recorder.ledger(records)
-        await self._contents.drop([record["group"] for record in records if record["outcome"] == "dropped"])
+        dropped = {record["group"]: record["reason"] or "" for record in records if record["outcome"] == "dropped"}
+        for group, reason in dropped.items():
+            self._end_queued([group], dropped=reason)
+        await self._contents.drop(list(dropped))
         require_closed(snapshot.ledger, wrong=self._rollouts.tokens.settle(records))
 
     async def _save(self) -> None:
@@ -472,6 +503,7 @@ class Controller:
             unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
             queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
         )
-        await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
+        with self._trace.span("checkpoint", track="train", step=self._train_step):
+            await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
         await self._queue.checkpointed(self._train_step)
         await self._contents.checkpointed(self._train_step)

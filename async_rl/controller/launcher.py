@@ -86,7 +86,7 @@ class Launcher:
                 recorder.note(f"config changed since the last start: {change}")
             for text in self._task.notes:
                 recorder.note(text)
-            trace = Trace(self._directory / "trace.json")
+            trace = Trace(self._directory / "trace.json", warn=recorder.warn)
             stack.callback(trace.write)
             placement = await place_run(config, ranks=config.trainer.ranks, stack=stack, status=console.status)
             await self._require_places(placement)
@@ -100,6 +100,7 @@ class Launcher:
                 weights_directory=weights_directory,
                 processes=self._directory / "processes.json",
                 logs=logs,
+                trace=trace,
             )
             async with asyncio.TaskGroup() as background:
                 nodes = background.create_task(run_stage("nodes", lambda: placement.watch(recorder.warn)))
@@ -188,9 +189,10 @@ class Launcher:
             note=recorder.warn,
             note_failure=recorder.warn_once,
             record_failed=recorder.failed_rollout,
+            trace=trace,
         )
         publisher, supervisor = supervised(
-            config, pool, rollouts=rollouts, start=processes.replace_replica, note=recorder.warn
+            config, pool, rollouts=rollouts, start=processes.replace_replica, note=recorder.warn, trace=trace
         )
         routing = read_model_info(checkpoint).routing
         return RunParts(

@@ -31,6 +31,7 @@ from async_rl.files.rollouts import FOLDER
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
+from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
 from async_rl.trainer.model.model import LoraConfig, TrainerConfig
@@ -75,6 +76,7 @@ class Processes:
             None if there is no trainer.
         processes: file that names the process of each, for whoever looks at a run from outside.
         logs: folder with the output of each.
+        trace: gets the time spans of the trainer ranks; None for none.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Processes:
         weights_directory: Path | str | None,
         processes: Path,
         logs: Path,
+        trace: Trace | None = None,
     ) -> None:
         self._config = config
         self._task = task
@@ -98,6 +101,7 @@ class Processes:
             self._store = Path("/dev/shm") / f"{Path(weights_directory).name}-local"
         self._processes_file = processes
         self._logs = logs
+        self._trace = trace
         self._console: Console | None = None
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
@@ -254,6 +258,7 @@ class Processes:
             record=config.rollout.record,
             delta=config.sync.delta,
             broadcast=config.sync.route == "broadcast",
+            trace=self._trace,
         )
         self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})

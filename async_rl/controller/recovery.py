@@ -68,7 +68,7 @@ class RunParts(Generic[T]):
     recorder: Recorder
     """Records of the run."""
     trace: Trace
-    """Time spans of the stages."""
+    """Time spans of all processes."""
     weights_directory: Path | str
     """Folder of published versions, on the node of trainer rank 0, or its URL."""
     schedule_replay: NoReplay
@@ -84,6 +84,7 @@ def supervised(
     rollouts: Dispatcher,
     start: ReplicaFactory,
     note: Callable[[str], None],
+    trace: Trace | None = None,
 ) -> tuple[Publisher, Supervisor]:
     """The trainer's and the controller's view of the replicas."""
     publisher = Publisher(
@@ -95,6 +96,7 @@ def supervised(
         staged=config.sync.mode == "staged",
         backend=config.sync.backend,
         timeout_s=config.sync.timeout_s,
+        trace=trace,
     )
     supervisor = Supervisor(pool, publisher, start=start, config=config.supervision, note=note)
     return publisher, supervisor

@@ -25,16 +25,19 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, assert_never
 
 from agent_loop.engine import EngineError, ReplicaLostError
+from agent_loop.timeline import OpenSpan
 from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publish_state import PublishState
 from async_rl.inference.replica import KVPolicy
+from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
 
 OnUpdate = Literal["resume", "keep", "drain"]
@@ -107,6 +110,7 @@ class Publisher:
         staged: whether the replicas load a version before their pause.
         backend: of `sync.route=broadcast`.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
+        trace: gets the time spans of the replicas; None for none.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Publisher:
         staged: bool = False,
         backend: Backend = "gloo",
         timeout_s: float,
+        trace: Trace | None = None,
     ) -> None:
         self._pool = ReplicaPool.of(replicas)
         self._deliveries = Deliveries(self._pool, backend=backend, timeout_s=timeout_s)
@@ -129,6 +134,7 @@ class Publisher:
         self._max_paused = max_paused
         self._staged = staged
         self._timeout_s = timeout_s
+        self._trace = trace or Trace(None)
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: tuple[WeightUpdate, PublishState] | None = None
 
@@ -248,9 +254,11 @@ class Publisher:
         late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
         try:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                await member.replica.fetch(update)
+                with self._span("fetch", member.replica, update):
+                    await member.replica.fetch(update)
                 if self._staged:
-                    await member.replica.stage(update)
+                    with self._span("stage", member.replica, update):
+                        await member.replica.stage(update)
         except EngineError as error:
             self._lose(member, error)
             state.fence(member.name)
@@ -320,18 +328,30 @@ class Publisher:
     ) -> _Load:
         started, aborted, frozen = time.monotonic(), 0, 0
         kv: KVPolicy = "recompute"
-        await replica.pause()
-        if paused is not None:
-            paused()
-        match self._on_update:
-            case "resume":
-                aborted = await replica.abort()
-            case "keep":
-                frozen, kv = await replica.freeze(), self._kv
-            case "drain":
-                await replica.drain()
-            case _:
-                assert_never(self._on_update)
+        with self._span("pause", replica, update) as pause:
+            await replica.pause()
+            if paused is not None:
+                paused()
+            match self._on_update:
+                case "resume":
+                    with self._span("abort", replica, update, inside=pause):
+                        aborted = await replica.abort()
+                case "keep":
+                    with self._span("freeze", replica, update, inside=pause):
+                        frozen, kv = await replica.freeze(), self._kv
+                case "drain":
+                    with self._span("drain", replica, update, inside=pause):
+                        await replica.drain()
+                case _:
+                    assert_never(self._on_update)
+            pause.args |= {"aborted": aborted, "held": frozen}
+            with self._span("load", replica, update, inside=pause):
+                await self._load_weights(replica, update, kv=kv)
+            state.compare(replica.name, await replica.checksum())
+            await replica.resume()
+        return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
+
+    async def _load_weights(self, replica: PoolReplica, update: WeightUpdate, *, kv: KVPolicy) -> None:
         try:
             loaded = await replica.load(update, kv=kv)
         except ReplicaLostError:
@@ -340,6 +360,10 @@ class Publisher:
             raise _WrongLoad(str(error)) from error
         if loaded != update.weights:
             raise _WrongLoad(f"{replica.name} loaded {loaded}, but {update.weights} was published")
-        state.compare(replica.name, await replica.checksum())
-        await replica.resume()
-        return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
+
+    def _span(
+        self, kind: str, replica: PoolReplica, update: WeightUpdate, *, inside: OpenSpan | None = None
+    ) -> AbstractContextManager[OpenSpan]:
+        """Context of a span of a replica, on its lane of publishes."""
+        version = update.weights.version
+        return self._trace.span(kind, process=replica.name, track="publish", inside=inside, version=version)

@@ -23,6 +23,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from async_rl.metrics.trace import read_trace
 from async_rl.plan.description import (
     Cluster,
     Description,
@@ -52,7 +53,7 @@ def describe_run(directory: Path, *, cores: int | None = None) -> Description:
         config: Any = yaml.safe_load((directory / "config.yaml").read_text())
         metrics: Sequence[Metrics] = _lines(directory / "metrics.jsonl")
         batches = _lines(directory / "schedule.jsonl")
-        events: Sequence[Mapping[str, Any]] = json.loads((directory / "trace.json").read_text())["traceEvents"]
+        events = [event for event in read_trace(directory / "trace.json") if event["ph"] == "X"]
     except OSError as error:
         raise PlanError(
             f"{error.filename} cannot be read: {error.strerror}; --run takes the directory of a run"
@@ -163,8 +164,8 @@ def _decode_step(
     events: Sequence[Mapping[str, Any]], lengths: Mapping[int, Sequence[int]], *, replicas: int, max_running: int
 ) -> tuple[float, float]:
     """Seconds of a decode step without requests, and per request of a replica, by least squares."""
-    spans = [(int(e["name"].split()[1]), e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["cat"] == "rollout"]
-    spans = [(group, at, took) for group, at, took in spans if group in lengths]
+    found_spans = {e["args"]["group"]: (e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e["cat"] == "rollout"}
+    spans = [(group, at, took) for group, (at, took) in found_spans.items() if group in lengths]
     at, took = np.array([span[1:] for span in spans], np.float64).reshape(-1, 2).T
     spent = took - _overlap(events, "publish", at, took)
     undisturbed = (_overlap(events, "validate", at, took) == 0) & (spent > 0)

@@ -22,6 +22,7 @@ from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
+from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
@@ -103,6 +104,7 @@ class Dispatcher:
         note: called with each text for the user.
         note_failure: called with the text of each failed rollout; None for `note`.
         record_failed: called with each rollout that failed at its last try.
+        trace: gets the time spans of the workers; None for none.
 
     Attributes:
         tokens: number of generated tokens, by group.
@@ -118,6 +120,7 @@ class Dispatcher:
         note: Callable[[str], None] = lambda _text: None,
         note_failure: Callable[[str], None] | None = None,
         record_failed: Callable[[FailedRollout], None] = lambda _rollout: None,
+        trace: Trace | None = None,
     ) -> None:
         self._live = [_Member(worker, slot) for slot, worker in enumerate(workers)]
         self._limits = [RestartLimit(config or SupervisionConfig()) for _ in workers]
@@ -126,6 +129,7 @@ class Dispatcher:
         self._note = note
         self._note_failure = note_failure or note
         self._record_failed = record_failed
+        self._trace = trace or Trace(None)
         self._pool = pool
         self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
@@ -178,6 +182,7 @@ class Dispatcher:
                 existing = await self._stored(group)
             else:
                 self.tokens.add(group, rolled.generated)
+                self._trace.add(member.worker.name, rolled.time_spans)
                 return rolled.outcome, content
             finally:
                 member.groups.pop(group, None)

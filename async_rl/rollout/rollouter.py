@@ -17,6 +17,7 @@ import numpy as np
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
+from agent_loop.timeline import Timeline, enclosing
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
@@ -123,6 +124,7 @@ class Rollouter:
 
     Attributes:
         tokens: number of sampled tokens, by group.
+        timeline: time spans of the rollouts.
     """
 
     def __init__(
@@ -150,6 +152,7 @@ class Rollouter:
         self._rolls: dict[int, _Roll] = {}  # by group
         self._failing = set[str]()  # lines of users that failed a rollout at every try since the last one succeeded
         self.tokens = TokenCount()
+        self.timeline = Timeline("rollout")
 
     def cancel(self, group: int, *, reason: str) -> None:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
@@ -271,8 +274,15 @@ class Rollouter:
 
     async def _member(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> None:
         """Run one rollout and, with `fill`, its replacements after permanent failures."""
-        while not await self._run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
+        while not await self._traced_run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
             number = self._grow(admission.group, trajectories)
+
+    async def _traced_run(
+        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int
+    ) -> bool:
+        """As `_run`, with a time span that has those of the agent loop."""
+        with self.timeline.span("trajectory", group=admission.group, trajectory=number) as span, enclosing(span):
+            return await self._run(prompt, admission, trajectories, number)
 
     async def _run(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> bool:
         """Run one rollout with its retries; returns whether it succeeded.

@@ -156,7 +156,7 @@ class ValidationSchedule:
         """Run a round after train step `step`."""
         if self._validate is None:
             return
-        with self._trace.span("validate", f"step {step}"):
+        with self._trace.span("validate", step=step):
             self._num_rounds += 1
             result = await self._validate(self._num_rounds)
         self._newest = step

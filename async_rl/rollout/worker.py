@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
+from agent_loop.timeline import TimeSpan
 from agent_loop.tools import PauseGate
 from async_rl.endpoint.host import Sessions
 from async_rl.files.rollouts import FailedRollout
@@ -35,6 +36,8 @@ class RolledGroup:
     """Head of a finished group, or a DroppedGroup."""
     generated: int
     """Number of sampled tokens, including those from before the hand-out."""
+    time_spans: Sequence[TimeSpan] = ()
+    """Spans of all groups of the worker that ended since its last result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +114,10 @@ class RolloutWorker:
         finally:
             del self._rolls[admission.group]
             generated = self._rollouter.tokens.pop(admission.group)
+        spans = self._rollouter.timeline.take()
         if isinstance(outcome, DroppedGroup):
-            return RolledGroup(outcome=outcome, generated=generated), None
-        return RolledGroup(outcome=head_of(outcome), generated=generated), content_of(outcome)
+            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), None
+        return RolledGroup(outcome=head_of(outcome), generated=generated, time_spans=spans), content_of(outcome)
 
     async def cancel(self, group: int, *, reason: str) -> None:
         """Give up a group; see `Rollouter.cancel`."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from agent_loop.timeline import Timeline
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained, export_update
@@ -50,6 +51,9 @@ class TrainerRank:
         host: address of this node, if versions stay in its memory and are served from there (`sync.route=broadcast`).
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
+    Attributes:
+        timeline: time spans of this rank. On a GPU they end when the host continues, not when the kernels have ended.
+
     Raises:
         CheckpointError: the checkpoint cannot be used.
         ValueError: the model cannot be split into the parallel layout.
@@ -70,6 +74,7 @@ class TrainerRank:
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
+        self.timeline = Timeline("rank")
         self._config = config
         self._loss = loss
         self._recorder = recorder
@@ -129,13 +134,17 @@ class TrainerRank:
             RecordingError: the recorded groups of the batch before could not be written.
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
-        planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
+        with self.timeline.span("build") as span:
+            planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
+            span.args["micro_batches"] = sum(len(micro_batches) for _, micro_batches in planned)
         if self._reference is not None:
-            for _, micro_batches in planned:
-                self._forward_backward.reference(micro_batches, self._reference)
+            with self.timeline.span("reference"):
+                for _, micro_batches in planned:
+                    self._forward_backward.reference(micro_batches, self._reference)
         if self._needs_proximal_pass:
-            for _, micro_batches in planned:
-                self._forward_backward.proximal(micro_batches)
+            with self.timeline.span("proximal"):
+                for _, micro_batches in planned:
+                    self._forward_backward.proximal(micro_batches)
         penalty: dict[str, float] = {}
         if self._loss.penalises_rewards:
             plan, penalty = penalise_rewards(
@@ -144,7 +153,8 @@ class TrainerRank:
         trained, steps = iter(planned), list[tuple[float, float]]()
         for update in plan.updates:
             steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
-        self._record(plan, planned)
+        with self.timeline.span("record"):
+            self._record(plan, planned)
         if not planned:
             return self._nothing_to_train(lr=steps[-1][1])
         micro_batches = [mb for _, mbs in planned for mb in mbs]
@@ -206,15 +216,16 @@ class TrainerRank:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
         if self._host is not None and self._servers is None and isinstance(directory, Path):
             self._servers = self._serve(self._host, directory)
-        return export_update(
-            self._source,
-            directory,
-            version=version,
-            keep_version=keep_version,
-            bases=self._bases,
-            servers=self._servers,
-            files=self._files,
-        )
+        with self.timeline.span("export", version=version):
+            return export_update(
+                self._source,
+                directory,
+                version=version,
+                keep_version=keep_version,
+                bases=self._bases,
+                servers=self._servers,
+                files=self._files,
+            )
 
     def _serve(self, host: str, directory: Path) -> list[str]:
         """Start a server of versions on the first rank of each node; return that of the node of each rank."""
@@ -257,8 +268,9 @@ class TrainerRank:
             reference=self._reference is not None,
             start=str(self._start) if self._config.lora.rank else None,
         )
-        state = self._state(loading=False, reference=manifest.reference, random=True)
-        save_state(directory, state, manifest=manifest, ranks=self._groups)
+        with self.timeline.span("checkpoint"):
+            state = self._state(loading=False, reference=manifest.reference, random=True)
+            save_state(directory, state, manifest=manifest, ranks=self._groups)
 
     def restore(self, directory: Path) -> None:
         """Restore the state that `save` wrote, also in another parallel layout.
@@ -354,8 +366,10 @@ class TrainerRank:
         """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
         self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
         self._optimizer.zero_grad()
-        self._forward_backward.train(micro_batches, objective)
-        return self._optimizer.step()
+        with self.timeline.span("forward_backward", micro_batches=len(micro_batches)):
+            self._forward_backward.train(micro_batches, objective)
+        with self.timeline.span("optimizer"):
+            return self._optimizer.step()
 
     def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
         """Divide the coefficient by `rows`, because megatron multiplies the loss of a micro-batch by its tokens."""

@@ -1,6 +1,7 @@
 """Model calls of an agent program: where they attach, what is sampled once, and what an agent sees of interruptions."""
 
 import asyncio
+import contextvars
 import dataclasses
 import json
 
@@ -12,6 +13,7 @@ from agent_loop.conversation import ChatRequest, TokenRequest
 from agent_loop.engine import EngineError, SamplingConfig
 from agent_loop.loop import Message, TurnLimits
 from agent_loop.session import AgentSession, CallRefused, ContextFull, SessionEnded, SessionFailed
+from agent_loop.timeline import Timeline, enclosing
 from async_rl.endpoint.turns import turn_reader
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
@@ -225,6 +227,28 @@ async def test_session_serves_calls_that_continue_the_same_answer_side_by_side()
     await asyncio.gather(*(session.answer(request(user("a"), first.message, user(f"b{i}"))) for i in range(3)))
     assert [(path.shared_turns, len(path.turns)) for path in trajectory.paths] == [(0, 2), (1, 2), (1, 2)]
     check_exact(trajectory, engine)
+
+
+async def test_session_records_the_time_in_which_its_program_calls_no_model():
+    timeline = Timeline("rollout")
+
+    async def call(*messages):
+        answering = session.answer(request(*messages))  # in the context of a server, which is not in a rollout
+        return await asyncio.create_task(answering, context=contextvars.Context())
+
+    with timeline.span("trajectory", group=1, trajectory=2) as span, enclosing(span):
+        session, _ = make_session(make_engine(token_s=0.001))
+        first = await call(user("a"))
+        await asyncio.gather(*(call(user("a"), first.message, user(f"b{i}")) for i in range(2)))
+        session.end()
+        session.end()
+    spans = timeline.take()
+    own = [span for span in spans if span.kind == "tool"]
+    calls = [span for span in spans if span.kind == "generate"]
+    assert len(own) == 3 and len(calls) == 3
+    assert not [(a, b) for a in own for b in calls if a.started < b.ended and b.started < a.ended]
+    assert all(span.args == {"group": 1, "trajectory": 2, "name": "program"} for span in own)
+    assert [(c.lane, c.args["trajectory"]) for c in calls] == [("rollout 0", 2), ("rollout 0", 2), ("rollout 1", 2)]
 
 
 async def test_session_ends_an_answer_at_a_stop_string_and_hides_it():

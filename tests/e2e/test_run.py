@@ -14,8 +14,10 @@ from agent_loop.engine import GenerateRequest
 from async_rl.export import main
 from async_rl.inference.checkpoint_weights import digest_checkpoint
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
+from async_rl.metrics.trace import read_trace
 from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, lines, pids, spawn, start, wait_for_step
+from tests.helpers.traces import CHAIN, check_trace
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
@@ -51,6 +53,15 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     assert all(v["validation/pass_at_1"] == v["validation/pass_at_2"] for v in rounds), "both samples are greedy"
     for name in ("config.yaml", "trace.json", "report.html", "tensorboard", "checkpoints/step-000004/run.json"):
         assert (short_run / name).exists(), name
+
+
+def test_trace_follows_each_trained_group_through_every_process(short_run):
+    groups = [group["group"] for group in lines(short_run, "ledger.jsonl")[:-1] if group["outcome"] == "trained"]
+    kinds = check_trace(short_run, trained=groups)
+    assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint", "validate"} - {"trajectory"}
+    assert kinds["worker-0"] >= {"trajectory", "generate", "reward"}
+    assert kinds["replica-0"] == {"fetch", "pause", "abort", "load"}
+    assert kinds["trainer-0"] >= {"fetch", "build", "forward_backward", "optimizer", "record", "export", "checkpoint"}
 
 
 def test_rollouts_on_disk_are_those_that_were_sampled_and_trained(short_run):
@@ -92,14 +103,14 @@ def test_logs_hold_the_output_of_every_process(short_run):
 
 def last_published(directory):
     """Version and digest of the last version that the replicas loaded."""
-    events = json.loads((directory / "trace.json").read_text())["traceEvents"]
+    events = read_trace(directory / "trace.json")
     last = [event for event in events if event["cat"] == "publish"][-1]
-    return last["name"], last["args"]["digest"]
+    return last["args"]["version"], last["args"]["digest"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of megatron
 def test_final_and_export_hold_the_tensors_of_the_last_version(short_run, tmp_path, capsys):
-    assert last_published(short_run) == ("version 4", digest_checkpoint(short_run / "final"))
+    assert last_published(short_run) == (4, digest_checkpoint(short_run / "final"))
     assert main([str(short_run), "--step", "4", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     for path in (short_run / "final").iterdir():

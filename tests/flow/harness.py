@@ -352,8 +352,13 @@ class Harness:
                 "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10
             )
         ]
+        self.trace = Trace(directory / "trace.json")
         self.rollouts = Dispatcher(
-            self.workers, pool=self.pool, note=self.spy.note, record_failed=self.recorder.failed_rollout
+            self.workers,
+            pool=self.pool,
+            note=self.spy.note,
+            record_failed=self.recorder.failed_rollout,
+            trace=self.trace,
         )
         publisher = Publisher(
             self.pool,
@@ -363,6 +368,7 @@ class Harness:
             max_paused=max_paused,
             staged=staged,
             timeout_s=publish_timeout_s,
+            trace=self.trace,
         )
         self._pipeline_options = {
             "config": ControllerConfig(
@@ -384,7 +390,7 @@ class Harness:
             "held_out": held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {}),
             "checkpoints": self.checkpoints,
             "recorder": self.recorder,
-            "trace": Trace(None),
+            "trace": self.trace,
             "schedule_replay": self.schedule_replay,
             "start": start,
         }
@@ -461,6 +467,7 @@ class Harness:
                     self.recorder.ledger(await self.queue.closing_records())
             finally:
                 self.recorder.close()
+                self.trace.write()
                 if self.journal is not None:
                     await self.host.close_journal()
                     await self.rollouts.end()

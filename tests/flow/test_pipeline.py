@@ -12,6 +12,7 @@ from async_rl.metrics.report import read_run, write_report
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness, Prompts
+from tests.helpers.traces import CHAIN, check_trace
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -25,6 +26,10 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
     assert all(s["routing/missing_fraction"] == 0 for s in steps)
     assert harness.check_ledger()["trained"] == 6 * 4
     assert harness.trainer.exported == list(range(1, 7))
+    kinds = check_trace(tmp_path, trained=[group["group"] for group in harness.groups("trained")])
+    assert kinds["worker-0"] == {"trajectory", "generate"}
+    assert kinds["fake-0"] == {"fetch", "pause", "load", "abort" if on_update == "resume" else "drain"}
+    assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint"} - {"trajectory"}
     for batch in harness.trainer.batches:
         for sequence in map(batch.sequence, range(len(batch))):
             rows = sequence.routed_experts

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
+from agent_loop.timeline import Timeline, TimeSpan
 from async_rl.cluster import actors, clients
 from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
@@ -33,7 +34,8 @@ class FakeRank:
         if name in self.fails:
             answer.set_exception(self.fails[name])
         else:
-            answer.set_result({"rank": self.number})
+            spans = [TimeSpan("optimizer", "rank 0", 1.0, 2.0, {})]
+            answer.set_result(({"rank": self.number}, spans))
         return answer
 
 
@@ -53,19 +55,25 @@ def puts(monkeypatch):
     return seen
 
 
-def handle_of(count, *, fails=None, logs=None):
+def handle_of(count, *, fails=None, logs=None, trace=None):
     """A handle of fake ranks, and the ranks; the last one fails."""
     ranks = [FakeRank(i, fails if i == count - 1 else None) for i in range(count)]
     planner = Planner(config=replace(TRAINER, ranks=count), loss=DecoupledPPO())
-    return clients.TrainerClient(ranks, planner=planner, timeout_s=5, logs=logs), ranks
+    return clients.TrainerClient(ranks, planner=planner, timeout_s=5, logs=logs, trace=trace), ranks
 
 
 @pytest.mark.parametrize("in_store", [False, True])
 async def test_trainer_client_gives_all_ranks_one_plan_and_references_to_content(puts, in_store):
-    handle, ranks = handle_of(2)
+    seen = {}
+    trace = SimpleNamespace(add=lambda process, spans: seen.update({process: spans}))
+    handle, ranks = handle_of(2, trace=trace)
     batch = training_batch_of(make_batch())
     given = [Stored(content) for content in batch.contents] if in_store else batch.contents
     assert await handle.train(replace(batch, contents=given)) == {"rank": 0}
+    assert {process: [span.kind for span in spans] for process, spans in seen.items()} == {
+        "trainer-0": ["optimizer"],
+        "trainer-1": ["optimizer"],
+    }
     ((method, plan, contents),), other = ranks[0].got, ranks[1].got
     assert method == "train" and other == [("train", plan, contents)]
     assert [reference.value for reference in contents] == batch.contents
@@ -98,11 +106,12 @@ def test_trainer_rank_fetches_content_only_if_it_trains_or_records_it(monkeypatc
         monkeypatch.setattr(actors.ray, "get", lambda refs, seen=fetched: seen.extend(refs) or [r.value for r in refs])
         actor = object.__new__(actors.TrainerActor.__ray_actor_class__)
         train = lambda given: given.batch.contents  # noqa: E731
-        actor._rank = SimpleNamespace(data_rank=data_rank, records=records, train=train)
+        timeline = Timeline("rank")
+        actor._rank = SimpleNamespace(data_rank=data_rank, records=records, train=train, timeline=timeline)
         groups = sorted({*plan.groups_of(data_rank), *([1] if records else [])})
-        assert fetched == [] and actor.train(plan, references) == [
-            batch.contents[group] if group in groups else None for group in range(3)
-        ]
+        answer, (span,) = actor.train(plan, references)
+        assert answer == [batch.contents[group] if group in groups else None for group in range(3)]
+        assert (span.kind, span.args) == ("fetch", {"groups": len(groups)})
         assert fetched == [references[group] for group in groups]
     assert {len(plan.groups_of(data_rank)) for data_rank in range(2)} != {3}
 

@@ -1,4 +1,4 @@
-"""Metrics of a batch, the files of the recorder, the trace and the report."""
+"""Metrics of a batch, the files of the recorder and the report."""
 
 import io
 import json
@@ -24,7 +24,6 @@ from async_rl.metrics.lengths import Lengths, survival
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.registry import METRICS, batch_metrics, metric_of, of_layer, staleness_histogram
 from async_rl.metrics.report import PANELS, read_run
-from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
 from message_queue.heads import head_of
@@ -210,21 +209,6 @@ def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
         "rollout g1-t1 failed",
         "prompt 5 has 300 tokens",
     ]
-
-
-def test_trace_gives_overlapping_spans_of_a_track_their_own_lanes(tmp_path):
-    trace = Trace(tmp_path / "trace.json")
-    first = trace.span("rollout", "a")
-    first.__enter__()
-    with trace.span("rollout", "b"), trace.span("train", "c"):
-        first.__exit__(None, None, None)
-        with trace.span("rollout", "d"), trace.span("rollout", "e"):
-            pass
-    trace.write()
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    lanes = {"a": "rollout 0", "b": "rollout 1", "c": "train 0", "d": "rollout 0", "e": "rollout 2"}
-    assert {e["name"]: e["tid"] for e in events} == lanes, "the first lane that is free"
-    assert all(e["dur"] >= 0 and e["ph"] == "X" for e in events)
 
 
 def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):

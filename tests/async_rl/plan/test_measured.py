@@ -37,7 +37,8 @@ def run(tmp_path):
         groups = enumerate(lengths.tolist(), 32 * step)
         schedule.append({"groups": [{"group": group, "spans": [[[step, length]]]} for group, length in groups]})
         for group, end in enumerate(ends, 32 * step):
-            events.append({"cat": "rollout", "name": f"group {group}", "ts": 1e6 * at, "dur": 1e6 * float(end)})
+            took = {"ts": 1e6 * at, "dur": 1e6 * float(end)}
+            events.append({"ph": "X", "cat": "rollout", "args": {"group": group}, **took})
         seconds = float(ends[-1]) + TRAIN_S + PAUSE_S
         metrics.append(
             {"step/seconds": seconds, "idle/trainer": 1 - TRAIN_S / seconds, "staleness/mean": 0}
@@ -47,7 +48,7 @@ def run(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
     for name, lines in (("metrics", metrics), ("schedule", schedule)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    (tmp_path / "trace.json").write_text("".join(["[\n", *(json.dumps(event) + ",\n" for event in events)]))
     return tmp_path
 
 
