@@ -31,11 +31,13 @@ class Cell:
     """Axis -> label."""
     overrides: tuple[str, ...]
     """Overrides `key=value` of this cell alone."""
+    schedule: str | None = None
+    """Name of the cell whose schedule it follows; None if its own is free."""
 
     @property
     def name(self) -> str:
         """Name of the directory, such as `max_staleness_3-loss_ppo_clip-seed_0`."""
-        return "-".join(f"{axis}_{_ODD.sub('_', label)}" for axis, label in self.labels.items())
+        return _name(self.labels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,15 +54,27 @@ class Experiment:
     """Label of the first axis that is synchronous training."""
     target: float | None = None
     """Held-out success whose time is measured."""
+    same_schedule: str | None = None
+    """Axis whose cells all follow the schedule of the one with the first label: same ages, same aborts."""
 
     def cells(self) -> Iterator[Cell]:
-        """All cells; those of one seed follow each other, so that an interrupted experiment has whole seeds."""
+        """All cells; those of one seed follow each other, so that an interrupted experiment has whole seeds.
+
+        The cell of a schedule is before those that follow it.
+        """
         names = sorted(self.axes, key=lambda name: name != SEED)
         for labels in itertools.product(*(self.axes[name] for name in names)):
             chosen = dict(zip(names, labels, strict=True))
             of_axes = {name: chosen[name] for name in self.axes}
             overrides = itertools.chain.from_iterable(self.axes[name][label] for name, label in of_axes.items())
-            yield Cell(labels=of_axes, overrides=tuple(overrides))
+            yield Cell(labels=of_axes, overrides=tuple(overrides), schedule=self._schedule(of_axes))
+
+    def _schedule(self, labels: Mapping[str, str]) -> str | None:
+        """Name of the cell whose schedule the cell with these labels follows."""
+        axis = self.same_schedule
+        if axis is None or labels[axis] == (first := next(iter(self.axes[axis]))):
+            return None
+        return _name({**labels, axis: first})
 
     def changed(self, words: Sequence[str]) -> Experiment:
         """The experiment with overrides of the command line.
@@ -117,7 +131,12 @@ def read_experiment(name: str) -> Experiment:
         overrides=(*(word for word in recipe if not word.startswith("name=")), *found["overrides"]),
         control=None if control is None else str(control),
         target=target,
+        same_schedule=found.get("same_schedule"),
     )
+
+
+def _name(labels: Mapping[str, str]) -> str:
+    return "-".join(f"{axis}_{_ODD.sub('_', label)}" for axis, label in labels.items())
 
 
 def _axis(key: str, values: Sequence[str]) -> Axis:

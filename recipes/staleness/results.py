@@ -22,10 +22,12 @@ from pydantic import TypeAdapter
 
 from async_rl.metrics.curves import include_unit_interval
 from async_rl.metrics.report import RunRecord
+from async_rl.metrics.trace import read_trace
 
 from .experiment import SEED, Cell, Experiment
 
 DPI = 80
+RATE = "tokens trained per second"
 _DIGITS = 5
 
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -50,6 +52,8 @@ class CellResult:
     """Optimizer steps of age -> trained tokens."""
     means: Mapping[str, float]
     """Metric -> mean over the batches."""
+    s_max: float | None = None
+    """Of a synchronous run, see `most_speed_up`; None if it was not measured."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -87,8 +91,9 @@ MEANS = {
 """Metric -> heading of its column."""
 
 
-def result_of(cell: Cell, run: RunRecord) -> CellResult:
+def result_of(cell: Cell, run: RunRecord, *, synchronous: bool = False) -> CellResult:
     """The result of a run's records."""
+    trace = None if run.directory is None else run.directory / "trace.json"
     steps = [int(step["train_step"]) for step in run.steps]
     ends = np.cumsum([step["step/seconds"] for step in run.steps])
     staleness: dict[int, int] = {}
@@ -108,7 +113,38 @@ def result_of(cell: Cell, run: RunRecord) -> CellResult:
         seconds=float(ends[-1]),
         staleness=dict(sorted(staleness.items())),
         means={key: float(np.mean(values)) for key in MEANS if len(values := run.column(key)[1])},
+        s_max=most_speed_up(read_trace(trace)) if synchronous and trace is not None and trace.exists() else None,
     )
+
+
+def most_speed_up(events: Sequence[Mapping[str, Any]]) -> float | None:
+    """S_max = 1 / (1 - g + g U) of a synchronous run: its speed-up if no rollout of a batch waited for another one.
+
+    g is the share of the time that the trainer waits for a batch. U is the share of the batch's rollouts that are
+    unfinished, as a mean over that time. With g = 0.9 and U = 0.3, S_max is 1 / (0.1 + 0.27) = 2.7.
+
+    Args:
+        events: of the run's trace.
+
+    Returns:
+        None if the trace has no rollouts.
+    """
+
+    def of_kind(kind: str) -> np.ndarray:
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == kind]
+        return np.array(spans, np.float64).reshape(-1, 2)
+
+    waits, steps, rollouts = of_kind("wait"), of_kind("train"), of_kind("trajectory")
+    if not (len(waits) and len(steps) and len(rollouts)):
+        return None
+    waited = unfinished = 0.0
+    for start, end in waits:
+        overlaps = np.minimum(rollouts[:, 1], end) - np.maximum(rollouts[:, 0], start)
+        if np.any(overlaps > 0):
+            waited += end - start
+            unfinished += overlaps[overlaps > 0].sum() / np.count_nonzero(overlaps > 0)
+    g = waited / (steps[:, 1].max() - waits[:, 0].min())
+    return 1 / (1 - g + g * unfinished / waited)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +163,10 @@ class Results:
     @staticmethod
     def of(experiment: Experiment, runs: Mapping[Cell, RunRecord]) -> Results:
         """Results of an experiment's runs."""
-        cells = [result_of(cell, run) for cell, run in runs.items()]
+        cells = [
+            result_of(cell, run, synchronous=next(iter(cell.labels.values())) == experiment.control)
+            for cell, run in runs.items()
+        ]
         return Results(experiment=experiment.name, control=experiment.control, target=experiment.target, cells=cells)
 
     def write(self, path: Path) -> None:
@@ -206,6 +245,8 @@ def table(results: Results) -> Iterator[str]:
         labels = [label for axis, label in cells[0].labels.items() if axis in others]
         shown = [_shown([value(cell) for cell in cells]) for value in columns.values()]
         yield f"| {' | '.join([*labels, cells[0].labels[results.first_axis], *shown])} |"
+    if limits := [cell.s_max for cell in results.cells if cell.s_max is not None]:
+        yield f"\nS_max: {_shown(limits)}"
 
 
 def _shown(values: Sequence[float]) -> str:
@@ -226,7 +267,7 @@ def draw(results: Results) -> Figure:
     """
     series, columns = results.series(), results.labels(results.first_axis)
     bars = {"held-out success after the last step": lambda cell: cell.success} | {
-        "tokens trained per second": lambda cell: cell.tokens_per_second
+        RATE: lambda cell: cell.tokens_per_second
     }
     if (target := results.target) is not None:
         bars[f"seconds to held-out success {target:g}"] = lambda cell: cell.seconds_to(target)
@@ -245,6 +286,9 @@ def draw(results: Results) -> Figure:
     for axis, (title, value) in zip(axes[len(series) :], bars.items(), strict=True):
         _bars(axis, series, ticks, value)
         axis.set_title(title)
+        if title == RATE and (limits := [cell.s_max * value(cell) for cell in results.cells if cell.s_max]):
+            axis.axhline(float(np.mean(limits)), linestyle="--", color="grey", label="synchronous, times S_max")
+            axis.legend(fontsize="small", loc="lower right")
     for axis, label in zip(lower.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
         _histogram(axis, {name: of_columns.get(label, []) for name, of_columns in series.items()})
         axis.set_title(f"staleness of trained tokens, {ticks[label]}")

@@ -33,7 +33,8 @@ def settings_of(cell: Cell, experiment: Experiment) -> dict[str, Any]:
     Raises:
         ConfigError: the overrides are not a valid config, or the run would have no data for the figure.
     """
-    config = load_config([*experiment.overrides, *cell.overrides, f"name={cell.name}"])
+    own = [f"name={cell.name}", *([] if cell.schedule is None else [f"schedule={cell.schedule}"])]
+    config = load_config([*experiment.overrides, *cell.overrides, *own])
     for name, count in (
         ("validation.prompts", config.validation.prompts),
         ("total_train_steps", config.total_train_steps),
@@ -41,7 +42,8 @@ def settings_of(cell: Cell, experiment: Experiment) -> dict[str, Any]:
         if count == 0:
             raise ConfigError(f"{name} is 0, but the figure needs data; set at least 1")
     values = json.loads(json.dumps(asdict(config), default=str))
-    return {key: value for key, value in _flat(values) if key not in ("output_dir", "warm_start.cache")}
+    found = {key: value for key, value in _flat(values) if key not in ("output_dir", "warm_start.cache")}
+    return found | {"schedule": cell.schedule}
 
 
 def check_cell(cell: Cell, *, out: Path, settings: Mapping[str, Any]) -> None:
@@ -79,7 +81,9 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
     sys.stdout.flush()
     directory.mkdir(parents=True, exist_ok=True)
     (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n")
-    own = (f"output_dir={directory}", f"name={cell.name}")
+    own = [f"output_dir={directory}", f"name={cell.name}"]
+    if cell.schedule is not None:
+        own.append(f"schedule={out / cell.schedule}")
     subprocess.run([sys.executable, "-m", "async_rl.run", *own, *overrides, *cell.overrides], check=True)
     (directory / "done").touch()
 
@@ -91,15 +95,19 @@ def run_cells(chosen: Mapping[Cell, Mapping[str, Any]], *, out: Path, overrides:
         names of the failed cells with their exit codes.
     """
     failed, stop = list[str](), Event()
+    ended = {cell.name: Event() for cell in chosen}
 
     def run(cell: Cell) -> None:
-        if stop.is_set():
-            return
+        if cell.schedule is not None:
+            ended[cell.schedule].wait()  # an earlier cell, so that it was started before
         try:
-            run_cell(cell, out=out, overrides=overrides, settings=chosen[cell])
+            if not stop.is_set():
+                run_cell(cell, out=out, overrides=overrides, settings=chosen[cell])
         except subprocess.CalledProcessError as error:
             stop.set()
             failed.append(f"cell {cell.name} ended with exit code {error.returncode}")
+        finally:
+            ended[cell.name].set()
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run, chosen))

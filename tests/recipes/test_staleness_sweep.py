@@ -12,7 +12,7 @@ from async_rl.config import ConfigError, load_config
 from async_rl.metrics.report import RunRecord
 from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
-from recipes.staleness.results import Results, _smooth, draw, interval, table
+from recipes.staleness.results import Results, _smooth, draw, interval, most_speed_up, table
 
 LOSSES = read_experiment("losses").changed(["seed=0,1,2"])
 
@@ -119,6 +119,18 @@ def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
     assert ahead.startswith("| tis | 7 | 0.850 ± 0.635 | 0.330 ± 0.381 | 10.0 ± 0.0 | 2.00 ± 0.00 | 5.00 (1 of 2) |")
 
 
+def test_the_most_speed_up_counts_rollouts_that_wait_for_others():
+    def span(kind, start, end):
+        return {"cat": kind, "ts": start, "dur": end - start}
+
+    first = [span("wait", 0, 10), span("trajectory", 0, 10), span("trajectory", 0, 2), span("train", 10, 12)]
+    second = [span("wait", 12, 18), span("trajectory", 12, 18), span("trajectory", 12, 18), span("train", 18, 20)]
+    g, unfinished = 16 / 20, (0.6 * 10 + 1.0 * 6) / 16
+    events = [{"ph": "M"}, *first, *second]
+    assert most_speed_up(events) == pytest.approx(1 / (1 - g + g * unfinished))
+    assert most_speed_up([span("train", 0, 1)]) is None
+
+
 class Runs:
     """Takes the place of subprocess.run: writes the records of a run. Cells named in `failing` fail."""
 
@@ -157,6 +169,21 @@ def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_p
     assert run(tmp_path, *same) == 0
     assert len(runs.commands) == 8 and (tmp_path / "figure.png").is_file()
     assert len(Results.read(tmp_path / "results.json").cells) == 6
+
+
+def test_cells_follow_the_schedule_of_the_first_label(tmp_path, monkeypatch):
+    runs, followed = Runs(monkeypatch), replace(LOSSES, same_schedule="loss")
+    monkeypatch.setattr(sweep, "read_experiment", lambda _name: followed)
+    assert run(tmp_path, "--jobs", "8") == 0
+    schedules = {
+        name: [word for word in command if word.startswith("schedule=")]
+        for name, command in zip(runs.names, runs.commands, strict=True)
+    }
+    assert schedules.pop(LAST) == [f"schedule={tmp_path / 'max_staleness_19-loss_ppo_clip-seed_0'}"]
+    assert schedules.pop(FIRST) == []
+    assert runs.names.index(LAST) > runs.names.index("max_staleness_19-loss_ppo_clip-seed_0")
+    settings = json.loads((tmp_path / LAST / sweep.SETTINGS_FILE).read_text())
+    assert settings["schedule"] == "max_staleness_19-loss_ppo_clip-seed_0"
 
 
 def test_several_cells_run_at_a_time(tmp_path, monkeypatch):
