@@ -15,8 +15,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
-from agent_loop.engine import SamplingConfig
-from agent_loop.loop import AgentLoop, Prompt
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.program import ProgramLoop
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
@@ -34,7 +34,7 @@ from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule_replay import NoReplay
-from async_rl.rollout.task import build_task
+from async_rl.rollout.task import Task, build_task
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
 from async_rl.weights.model_info import read_model_info
@@ -63,22 +63,10 @@ def build_worker(
     sessions = None if task.program is None else Sessions(config.endpoint)
 
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
-        limits = rollout.limits
-        if task.program is None or sessions is None:
-            loop = task.build_loop(engine=engine, tokenizer=tokenizer, sampling=sampling, limits=limits, gate=gate)
-        else:
-            loop = ProgramLoop(
-                program=task.program,
-                gateway=sessions,
-                engine=engine,
-                chat=task.chat(tokenizer),
-                read=turn_reader(tokenizer, family=info.family),
-                reward=task.reward,
-                limits=limits,
-                sampling=sampling,
-                agents=task.agents,
-            )
-        return schedule_replay.loop(loop)
+        parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "sampling": sampling}
+        if sessions is None:
+            return schedule_replay.loop(task.build_loop(**parts, limits=rollout.limits, gate=gate))
+        return schedule_replay.loop(_program_loop(task, sessions, **parts, limits=rollout.limits, family=info.family))
 
     loop = build_loop(rollout.sampling)
     same_sampling = config.validation_sampling == rollout.sampling
@@ -116,6 +104,31 @@ def build_worker(
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker
+
+
+def _program_loop(
+    task: Task,
+    sessions: Sessions,
+    *,
+    engine: Engine,
+    tokenizer: Any,
+    sampling: SamplingConfig,
+    limits: TurnLimits,
+    family: str,
+) -> ProgramLoop:
+    """The loop of a task with an agent program."""
+    assert task.program is not None
+    return ProgramLoop(
+        program=task.program,
+        gateway=sessions,
+        engine=engine,
+        chat=task.chat(tokenizer),
+        read=turn_reader(tokenizer, family=family),
+        reward=task.reward,
+        limits=limits,
+        sampling=sampling,
+        agents=task.agents,
+    )
 
 
 class _Reports(logging.Handler):
