@@ -148,8 +148,11 @@ def timed(kind: str, **args: Any) -> Generator[dict[str, Any]]:
     if outer is None:
         yield args
         return
-    with outer.timeline.span(kind, inside=outer, **outer.args, **args) as span:
+    span = outer.timeline.start(kind, inside=outer, **outer.args, **args)
+    try:
         yield span.args
+    finally:
+        outer.timeline.end(span)
 
 
 def record(kind: str, started: float, **args: Any) -> None:

@@ -9,6 +9,7 @@ from agent_loop.engine import EngineError
 from agent_loop.loop import RolloutError
 from async_rl.controller.checkpoints import read_run_state
 from async_rl.metrics.report import read_run, write_report
+from async_rl.metrics.trace import read_trace
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness, Prompts
@@ -29,6 +30,8 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
     kinds = check_trace(tmp_path, trained=[group["group"] for group in harness.groups("trained")])
     assert kinds["worker-0"] == {"trajectory", "generate"}
     assert kinds["fake-0"] == {"fetch", "pause", "load", "abort" if on_update == "resume" else "drain"}
+    replica = [event["tid"] for event in read_trace(tmp_path / "trace.json") if event["pid"] == "fake-0"]
+    assert set(replica) == {"fake-0 publish 0"}, "a load is inside its pause"
     assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint"} - {"trajectory"}
     for batch in harness.trainer.batches:
         for sequence in map(batch.sequence, range(len(batch))):
