@@ -23,6 +23,8 @@ from async_rl.metrics.registry import METRICS, metric_of, split_layer
 
 _PAGE = Path(__file__).with_suffix(".html")
 _DIGITS = 6
+RECENT = 10  # batches in a mean over the newest ones
+_LAG_LABELS = {"lag0": "0", "lag0_mixed": "0, mixed", "lag1": "1", "lag2": "2", "lag3": "3+"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class Panel:
     unit: str = ""
     """Unit of the values; empty for plain numbers."""
     over: str = "step"
-    """Horizontal axis: `step`, `validation` (the step of a validation), `validation time` (its wall time), `layer` or
-    `staleness`."""
+    """Horizontal axis: `step`, `validation` (the step of a validation), `validation time` (its wall time), `layer`,
+    `staleness` or `lag` (a bucket of `registry.LAGS`)."""
     log: bool = False
     """Whether the vertical axis is logarithmic; values that are not positive are left out."""
     zero: bool = False
@@ -51,10 +53,18 @@ def _of_layers(title: str, key: str, *, zero: bool = False) -> Panel:
 PANELS = (
     Panel(title="Held-out success", keys=(("validation/success", "success"),), over="validation"),
     Panel(title="Held-out success over wall time", keys=(("validation/success", "success"),), over="validation time"),
-    Panel(title="Reward", keys=(("reward/mean", "mean"),)),
-    Panel(title="Loss", keys=(("loss", "loss"),), unit="nat"),
-    Panel(title="Entropy", keys=(("entropy", "entropy"),), unit="nat"),
-    Panel(title="Gradient norm before clipping", keys=(("grad_norm", "norm"),), zero=True),
+    Panel(
+        title=f"Throughput, {RECENT} batches",
+        keys=(("recent/throughput", "trained"), ("recent/limit", "limit: the trainer never waits")),
+        unit="tokens/s",
+        zero=True,
+    ),
+    Panel(
+        title=f"Idle, {RECENT} batches",
+        keys=(("recent/idle_trainer", "trainer"), ("recent/idle_replicas", "replicas")),
+        unit="share of the time",
+        zero=True,
+    ),
     Panel(
         title="Staleness",
         keys=(("staleness/mean", "mean"), ("staleness/p99", "p99"), ("staleness/max", "max")),
@@ -63,25 +73,18 @@ PANELS = (
     ),
     Panel(title="Trained tokens by staleness", keys=(("share", "share"),), unit="share", over="staleness", zero=True),
     Panel(
+        title="Mismatch by staleness, k3, mean over the run",
+        keys=(("mismatch/k3", "k3"),),
+        unit="nat",
+        over="lag",
+        log=True,
+    ),
+    Panel(
         title="Mismatch of engine and trainer, k3",
         keys=(("mismatch/k3", "all tokens"), ("mismatch/k3_lag0", "lag 0"), ("mismatch/k3_probe", "equal weights")),
         unit="nat",
         log=True,
     ),
-    Panel(
-        title="Tokens that the loss clips, cuts or masks",
-        keys=(("clip/fraction", "clip"), ("truncate/fraction", "truncate"), ("mask/fraction", "mask")),
-        unit="share",
-        zero=True,
-    ),
-    Panel(
-        title="Idle",
-        keys=(("idle/trainer", "trainer"), ("idle/rollout", "replicas")),
-        unit="share of the step",
-        zero=True,
-    ),
-    Panel(title="Throughput", keys=(("throughput/tokens_per_s", "tokens/s"),), unit="tokens/s", zero=True),
-    Panel(title="Time of a step", keys=(("step/seconds", "seconds"),), unit="s", zero=True),
     Panel(
         title="Tokens of a trajectory",
         keys=(
@@ -91,6 +94,31 @@ PANELS = (
             ("length/trained_p90", "trained p90"),
         ),
         unit="tokens",
+        zero=True,
+    ),
+    _of_layers("Routing overlap by layer", "routing/overlap"),
+    _of_layers("Gate mass of the recorded experts by layer", "routing/gate_mass"),
+    _of_layers("Refused experts by layer", "routing/refused_fraction", zero=True),
+    _of_layers("Rows left to the live router by layer", "routing/fallback_fraction", zero=True),
+    Panel(title="Routing: recorded experts that the live router chooses too", keys=(("routing/overlap", "overlap"),)),
+    Panel(title="Reward", keys=(("reward/mean", "mean"),)),
+    Panel(title="Loss", keys=(("loss", "loss"),), unit="nat"),
+    Panel(title="Entropy", keys=(("entropy", "entropy"),), unit="nat"),
+    Panel(title="Gradient norm before clipping", keys=(("grad_norm", "norm"),), zero=True),
+    Panel(
+        title="Tokens that the loss clips, cuts or masks",
+        keys=(("clip/fraction", "clip"), ("truncate/fraction", "truncate"), ("mask/fraction", "mask")),
+        unit="share",
+        zero=True,
+    ),
+    Panel(
+        title="Groups without signal",
+        keys=(
+            ("reward/groups_without_signal", "all"),
+            ("reward/groups_all_right", "all right"),
+            ("reward/groups_all_wrong", "all wrong"),
+        ),
+        unit="share of groups",
         zero=True,
     ),
     Panel(
@@ -105,23 +133,10 @@ PANELS = (
         unit="share of trajectories",
         zero=True,
     ),
-    Panel(
-        title="Groups without signal",
-        keys=(
-            ("reward/groups_without_signal", "all"),
-            ("reward/groups_all_right", "all right"),
-            ("reward/groups_all_wrong", "all wrong"),
-        ),
-        unit="share of groups",
-        zero=True,
-    ),
+    Panel(title="Time of a step", keys=(("step/seconds", "seconds"),), unit="s", zero=True),
     Panel(title="Time of a publish", keys=(("sync/seconds", "publish"), ("sync/pause_seconds", "pause")), unit="s"),
-    Panel(title="Routing: recorded experts that the live router chooses too", keys=(("routing/overlap", "overlap"),)),
-    _of_layers("Routing overlap by layer", "routing/overlap"),
-    _of_layers("Gate mass of the recorded experts by layer", "routing/gate_mass"),
-    _of_layers("Refused experts by layer", "routing/refused_fraction", zero=True),
-    _of_layers("Rows left to the live router by layer", "routing/fallback_fraction", zero=True),
 )
+"""The plots, the most important ones first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +199,7 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
             for p in PANELS
         ],
         "metrics": _metrics(runs),
+        "lags": list(_LAG_LABELS.values()),
     }
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text = text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
@@ -209,10 +225,11 @@ def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
         "name": run.name,
         "directory": "" if folder is None else str(folder),
         "page": "" if folder is None else Path(os.path.relpath(folder, beside), "rollouts.html").as_posix(),
-        "steps": _columns(run.steps),
+        "steps": _columns(run.steps) | _recent(run.steps),
         "validations": _columns(run.validations),
         "layers": {key: [list(values), list(map(_rounded, values.values()))] for key, values in run.by_layer().items()},
         "staleness": [sorted(tokens), [_rounded(tokens[lag] / total) for lag in sorted(tokens)]] if total else [[], []],
+        "mismatch": _mismatch_by_lag(run.steps),
         "outcomes": outcomes,
         "drops": drops,
         "failed": [] if folder is None else _failed(folder),
@@ -226,6 +243,41 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Key -> its value in each record, None for none. Objects such as `staleness/tokens` are left out."""
     keys = dict.fromkeys(key for record in records for key, value in record.items() if not isinstance(value, dict))
     return {key: [_rounded(record.get(key)) for record in records] for key in keys}
+
+
+def _recent(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rates at each step over its batch and those before it, RECENT in all; empty if a step has no times.
+
+    A step whose batch was ready takes little time, so that the rate of one step says little. The limit is the
+    throughput in the time in which the trainer did not wait.
+    """
+    keys = ("step/seconds", "idle/trainer", "idle/rollout", "throughput/tokens_per_s")
+    if any(step.get(key) is None for step in steps for key in keys):
+        return {}
+    columns = np.array([[step[key] for key in keys] for step in steps], np.float64).reshape(-1, len(keys))
+    seconds = columns[:, 0]
+    sums = np.stack([seconds, *(seconds * column for column in columns.T[1:])]).cumsum(axis=1)
+    sums[:, RECENT:] -= sums[:, :-RECENT].copy()
+    seconds, trainer, replicas, tokens = sums
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = {
+            "recent/throughput": tokens / seconds,
+            "recent/limit": tokens / (seconds - trainer),
+            "recent/idle_trainer": trainer / seconds,
+            "recent/idle_replicas": replicas / seconds,
+        }
+    return {key: list(map(_rounded, values.tolist())) for key, values in found.items()}
+
+
+def _mismatch_by_lag(steps: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Any]]:
+    """Numbers of the lag buckets with tokens, and the mean k3 over the tokens of each."""
+    found: dict[int, Any] = {}
+    for number, lag in enumerate(_LAG_LABELS):
+        pairs = [(step.get(f"tokens/{lag}") or 0, step.get(f"mismatch/k3_{lag}")) for step in steps]
+        pairs = [(tokens, k3) for tokens, k3 in pairs if tokens and k3 is not None]
+        if total := sum(tokens for tokens, _ in pairs):
+            found[number] = _rounded(float(sum(tokens * k3 for tokens, k3 in pairs) / total))
+    return list(found), list(found.values())
 
 
 def _rounded(value: Any) -> Any:

@@ -23,7 +23,7 @@ from async_rl.metrics.curves import draw_curves
 from async_rl.metrics.lengths import Lengths, survival
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.registry import METRICS, batch_metrics, metric_of, of_layer, staleness_histogram
-from async_rl.metrics.report import PANELS, read_run
+from async_rl.metrics.report import PANELS, RECENT, read_run
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
 from message_queue.heads import head_of
@@ -236,6 +236,28 @@ def test_report_has_replay_by_layer_as_the_mean_over_the_run(tmp_path):
     assert len(draw_curves(runs).axes[1].lines) == 2, "runs share the axes"
 
 
+def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp_path):
+    recorder = Recorder(tmp_path, console=Null())
+    steps = RECENT + 2
+    for step in range(1, steps + 1):
+        metrics = {"step/seconds": step, "idle/trainer": 1 / step, "idle/rollout": 0.25, "throughput/tokens_per_s": 3}
+        metrics |= {"tokens/lag1": step, "mismatch/k3_lag1": step, "tokens/lag3": 2, "mismatch/k3_lag3": 5.0}
+        metrics |= {"tokens/lag0": 0, "mismatch/k3_lag0": math.nan}
+        recorder.step(StepRecord(metrics={"train_step": step, **metrics}, staleness_tokens={}))
+    recorder.close()
+    assert report([str(tmp_path)]) == 0
+    (run,) = report_data(tmp_path)["runs"]
+    found = {key: values[-1] for key, values in run["steps"].items() if key.startswith("recent/")}
+    seconds = sum(range(3, steps + 1))  # of which the trainer waited 1 in each step
+    assert found["recent/throughput"] == pytest.approx(3) and found["recent/idle_replicas"] == pytest.approx(0.25)
+    assert found["recent/idle_trainer"] == pytest.approx(RECENT / seconds, rel=1e-4)
+    assert found["recent/limit"] == pytest.approx(3 / (1 - RECENT / seconds), rel=1e-4)
+    assert run["steps"]["recent/limit"][0] is None, "the trainer only waited"
+    mean = sum(step**2 for step in range(1, steps + 1)) / sum(range(1, steps + 1))
+    assert run["mismatch"] == [[2, 4], [pytest.approx(mean, rel=1e-4), 5.0]]
+    assert [key for panel in PANELS[:4] for key, _ in panel.keys] == ["validation/success"] * 2 + list(found)
+
+
 def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_path):
     record(tmp_path)
     lines = [("dropped", "rollout failed: prompt 1: no", 5), ("dropped", "expired: x", 1), ("trained", None, 7)]
@@ -276,7 +298,8 @@ def test_report_has_the_newest_config_and_what_restarts_changed(tmp_path):
 
 def test_every_panel_of_the_report_names_a_metric():
     known = validated(0.5).metrics().keys() | {"share"}
-    assert [key for panel in PANELS for key, _ in panel.keys if metric_of(key) is None and key not in known] == []
+    keys = [key for panel in PANELS for key, _ in panel.keys if not key.startswith("recent/")]
+    assert [key for key in keys if metric_of(key) is None and key not in known] == []
 
 
 @pytest.mark.parametrize("success", [(-3.0, 0.5), (0.2, 4.0), (0.25, 0.75)])

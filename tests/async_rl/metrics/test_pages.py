@@ -125,6 +125,8 @@ async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, pa
 async def test_report_shows_curves_and_differences_and_links_to_rollouts(pages, page):
     await page.open(pages[0])
     assert await page.run("document.querySelectorAll('.plot svg').length") > 15
+    facts = await page.run("[...document.querySelectorAll('#summary tr:first-child td')].map((fact) => fact.textContent)")
+    assert facts[0] == "first" and facts[5] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
     assert "optimizer.lr" in await page.run("document.getElementById('differences').textContent")
     assert "output_dir" not in await page.run("document.getElementById('differences').textContent")
     drops = await page.run("document.getElementById('drop-tables').textContent")
@@ -138,6 +140,8 @@ async def test_report_shows_curves_and_differences_and_links_to_rollouts(pages, 
     assert "train step 4" in tip and "first 0.65" in tip
     await page.run("document.querySelector('#runs button').click()")
     assert await page.run(f"{plot}.querySelectorAll('path').length") == 1
+    lags = "document.querySelector('[data-title^=\"Mismatch by staleness\"] svg').textContent"
+    assert [label in await page.run(lags) for label in ("0, mixed", "3+")] == [True, True]
     links = await page.run("[...document.querySelectorAll('#rollout-tables a')].map((a) => a.href)")
     assert links[:2] == [f"{pages[1]}#group={g}&trajectory={t}" for g, t in ((1, 1), (9, 0))]
     assert links[4:6] == [f"{pages[1]}#step=4&group={g}&trajectory={t}" for g, t in ((2, 5), (1, 0))]
