@@ -125,7 +125,7 @@ async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, pa
 async def test_report_shows_curves_and_differences_and_links_to_rollouts(pages, page):
     await page.open(pages[0])
     assert await page.run("document.querySelectorAll('.plot svg').length") > 15
-    facts = await page.run("[...document.querySelectorAll('#summary tr:first-child td')].map((fact) => fact.textContent)")
+    facts = await page.run("[...document.querySelectorAll('#summary tr:first-child td')].map((e) => e.textContent)")
     assert facts[0] == "first" and facts[5] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
     assert "optimizer.lr" in await page.run("document.getElementById('differences').textContent")
     assert "output_dir" not in await page.run("document.getElementById('differences').textContent")
