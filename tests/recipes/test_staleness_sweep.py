@@ -7,13 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.image import imread
 
 from async_rl.config import ConfigError, load_config
 from async_rl.metrics.report import RunRecord
+from recipes.staleness import results as stored
 from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
 from recipes.staleness.results import Results, _smooth, draw, interval, most_speed_up, table
 
+MEASURED = Path(stored.__file__).with_name("measured")
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
 LOSSES = read_experiment("losses").changed(["seed=0,1,2"])
 
 
@@ -236,3 +240,13 @@ def test_smoothing_is_a_trailing_mean():
     values = np.array([0.0, 3.0, 6.0])
     assert _smooth(values, 1).tolist() == [0, 3, 6]
     assert _smooth(values, 3).tolist() == [0, 1.5, 3]
+
+
+@pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
+def test_figures_and_tables_of_the_documents_are_those_of_stored_results(path, tmp_path, capsys):
+    assert stored.main([str(path), "--out", str(tmp_path)]) == 0
+    *rows, _, figure = capsys.readouterr().out.splitlines()
+    document = (MEASURED.parent / "README.md").read_text()
+    assert all(row in document for row in rows)
+    drawn, shown = (imread(folder / Path(figure).name) for folder in (tmp_path, IMAGES))
+    assert drawn.shape == shown.shape and np.abs(drawn - shown).mean() < 1e-3
