@@ -5,9 +5,9 @@ the trainer with the live routers, with R3, with R3 and padded micro-batches, wi
 that R3 replays are drawn at random, so that experts get the same work as from untrained routers.
 
 The share of the peak counts 6 floating-point operations per token and weight that the token passes (the embedding not),
-and those of causal attention; recomputed operations are not counted. Building is what TrainerRank.train does before its
-first kernel: rows, columns and rotary angles of all micro-batches, and their way to the GPU. Export writes the weights
-as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
+and those of causal attention; recomputed operations are not counted. Building is the work of TrainerRank.train between
+two micro-batches: rows, columns and rotary angles, and their way to the GPU. Export writes the weights as a version
+into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
 
     python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
         [--rounds 3] [--peak 989e12]
@@ -128,7 +128,8 @@ def building_seconds(trainer: TrainerRank, batch: TrainingBatch, config: Trainer
         start = time.perf_counter()
         for update in plan.updates:
             assert update is not None
-            trainer._micro_batches(plan, update)  # pyright: ignore[reportPrivateUsage]
+            for _ in trainer._micro_batches(plan, update):  # pyright: ignore[reportPrivateUsage]
+                pass
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)

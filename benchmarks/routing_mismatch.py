@@ -111,8 +111,8 @@ def evaluate(
     with torch.no_grad():
         for numbers in update.micro_batches[0]:
             micro_batch = builder.build(numbers)
-            logits = micro_batch.forward(model.wrapped[0], at=Coordinates())
-            logprobs[micro_batch.numbers] = objective(logits, micro_batch)[1]["logprobs"]
+            hidden = micro_batch.forward(model.wrapped[0], at=Coordinates())
+            logprobs[micro_batch.numbers] = objective(hidden, micro_batch)[1]["logprobs"]
             routing, rows = micro_batch.context.routing, micro_batch.context.rows
             for place, layer in enumerate(info.routing.layers if routing is not None else ()):
                 for i, number in enumerate(numbers):

@@ -233,6 +233,12 @@ async def roll_groups(
     return list(await asyncio.gather(*(roll(i, p) for i, p in enumerate(prompts))))
 
 
+def resident_bytes(field: str) -> int:
+    """VmRSS (now) or VmHWM (most since the peak was reset) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
 def say(line: str) -> None:
     """Progress, apart from the table on stdout."""
     sys.stderr.write(line + "\n")

@@ -12,12 +12,12 @@ from async_rl.trainer.batch.training_batch import BatchError
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.loss.mismatch import share
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
-from async_rl.trainer.step import MicroBatch
+from async_rl.trainer.step import MicroBatches
 
 
 def penalise_rewards(
     plan: BatchPlan,
-    planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]],
+    planned: Sequence[tuple[UpdatePlan, MicroBatches]],
     *,
     coefficient: float,
     passes: ForwardBackward,
@@ -45,15 +45,15 @@ def penalise_rewards(
     kl, places = np.zeros(int(batch.num_loss_tokens.sum())), list[np.ndarray]()
     for update, micro_batches in planned:
         places.append(update.loss_tokens_in_batch(batch))
-        counted = [mb.columns for mb in micro_batches] if passes.counts_tokens else []
+        counted = [results.columns for results in micro_batches.results] if passes.counts_tokens else []
         log_ratios = [c["proximal_logprobs"].double() - c["reference_logprobs"].double() for c in counted]
         kl[places[-1]] = passes.of_update(update, micro_batches, log_ratios).numpy()
     trajectory = np.repeat(batch.trajectory, batch.num_loss_tokens)
     found = batch.rewards.with_kl(kl, trajectory=trajectory, coefficient=coefficient)
     for (_, micro_batches), place in zip(planned, places, strict=True):
         of_update = torch.from_numpy(found.tokens[place])
-        for micro_batch in micro_batches:
-            column = micro_batch.columns["advantages"]
-            micro_batch.columns["advantages"] = of_update[micro_batch.numbers].to(column.device)
+        for results in micro_batches.results:
+            device = results.behaviour_logprobs.device
+            results.columns["advantages"] = of_update[results.numbers].to(device)
     metrics = {"kl/proximal": share(kl.sum(), len(kl)), "kl/penalty": float(found.penalties.mean())}
     return replace(plan, batch=replace(batch, advantages=found.trajectories[batch.trajectory])), metrics

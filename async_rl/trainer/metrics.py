@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from async_rl.metrics.registry import LAGS, of_layer
 from async_rl.trainer.loss.mismatch import BINS, COLUMNS, SIGNS, mismatch_metrics, share
-from async_rl.trainer.router_replay import ROUTING_SUMS, MicroBatchRouting
+from async_rl.trainer.router_replay import ROUTING_SUMS
 
 
 class TokenSums:
@@ -108,18 +108,18 @@ class TokenSums:
         return float(weights.sum() ** 2 / (len(weights) * weights.square().sum()))
 
 
-def routing_sums(routings: Sequence[MicroBatchRouting | None], *, layers: Sequence[int]) -> Tensor:
+def routing_sums(micro_batches: Sequence[Mapping[int, Tensor]], *, layers: Sequence[int]) -> Tensor:
     """ROUTING_SUMS float64 [layers, 6] over the micro-batches of this rank; 0 for layers of other ranks.
 
     Args:
-        routings: of the micro-batches.
+        micro_batches: `MicroBatchRouting.sums` of each micro-batch.
         layers: global numbers of all layers with experts.
     """
     out = torch.zeros(len(layers), len(ROUTING_SUMS), dtype=torch.float64)
     place = {layer: i for i, layer in enumerate(layers)}
     found: dict[int, list[Tensor]] = {}
-    for routing in routings:
-        for layer, sums in routing.sums.items() if routing is not None else ():
+    for of_one in micro_batches:
+        for layer, sums in of_one.items():
             found.setdefault(layer, []).append(sums)
     for layer, sums in found.items():
         out[place[layer]] = torch.stack(sums).sum(0).cpu()

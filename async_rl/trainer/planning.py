@@ -143,10 +143,10 @@ class Planner:
         ).numpy()
         first = np.zeros(len(batch), np.int64)
         first[numbers] = batch.num_loss_tokens[numbers].cumsum() - batch.num_loss_tokens[numbers]
+        unit_of = batch.trajectory if loss.needs_whole_trajectories else np.arange(len(batch))
         units: dict[int, list[int]] = {}
         for number in numbers.tolist():
-            unit = int(batch.trajectory[number]) if loss.needs_whole_trajectories else number
-            units.setdefault(unit, []).append(number)
+            units.setdefault(int(unit_of[number]), []).append(number)
         return UpdatePlan(
             micro_batches=self._micro_batches(batch, list(units.values())),
             token_weights=weights,

@@ -21,7 +21,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.trainer.model.convert import load_weights
-from async_rl.trainer.model.gpt import BuiltModel, build_model, compute_head_in_float32
+from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
@@ -29,7 +29,7 @@ from async_rl.trainer.recording import RolloutRecorder, recorded_values
 from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
 from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
-from async_rl.trainer.step import MicroBatch, MicroBatchBuilder, Objective
+from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.overwrite import MappedFiles
@@ -81,8 +81,6 @@ class TrainerRank:
         self._info = read_model_info(checkpoint)
         self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
         self._model = build_model(checkpoint, config=config, device=self._groups.device)
-        if config.fp32_lm_head:
-            compute_head_in_float32(self._model.chunks)
         load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
         self._start = checkpoint
         self._model_fields = fields_of(self._model.shape, config=config, start=checkpoint)
@@ -96,9 +94,7 @@ class TrainerRank:
         self._servers: list[str] | None = None  # of the node of each rank, from the first export on
         self._files = MappedFiles()
         self._planner = Planner(config=config, loss=loss)
-        self._forward_backward = ForwardBackward(
-            config=config, loss=loss, groups=self._groups, model=self._model, vocab_size=self._info.vocab_size
-        )
+        self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self._model)
 
     @property
     def model(self) -> BuiltModel:
@@ -157,8 +153,8 @@ class TrainerRank:
             self._record(plan, planned)
         if not planned:
             return self._nothing_to_train(lr=steps[-1][1])
-        micro_batches = [mb for _, mbs in planned for mb in mbs]
-        return self._metrics(micro_batches, steps, trajectories=plan.batch.num_trajectories) | penalty
+        results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
+        return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty
 
     def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
         """Run one update on the mean cross entropy of the tokens in the loss.
@@ -179,8 +175,8 @@ class TrainerRank:
             self._forward_backward.objective("supervised"),
             self._config.supervised_aux_loss_coefficient,
         )
-        counted = micro_batches if self._forward_backward.counts_tokens else []
-        here = [sum(float(mb.sums[name]) for mb in counted) for name in ("loss", "tokens")]
+        counted = micro_batches.results if self._forward_backward.counts_tokens else []
+        here = [sum(float(results.sums[name]) for results in counted) for name in ("loss", "tokens")]
         sums = self._groups.sum_over_ranks(torch.tensor(here, dtype=torch.float64))
         return {"loss": sums[0].item(), "tokens": sums[1].item(), "grad_norm": grad_norm, "lr": lr}
 
@@ -314,7 +310,7 @@ class TrainerRank:
 
     def _micro_batches(
         self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
-    ) -> list[MicroBatch]:
+    ) -> MicroBatches:
         """Micro-batches of this rank for `update`, with the configured router replay if `replay` is None."""
         model = self._model
         builder = MicroBatchBuilder(
@@ -328,9 +324,9 @@ class TrainerRank:
             layers=model.replay.layers if model.replay is not None else (),
             rotary=model.rotary,
         )
-        return [builder.build(numbers) for numbers in update.micro_batches[self.data_rank]]
+        return MicroBatches(builder, update.micro_batches[self.data_rank])
 
-    def _record(self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]]) -> None:
+    def _record(self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, MicroBatches]]) -> None:
         """Start to write the recorded groups of a batch, on the rank that has the recorder."""
         if plan.batch.recorded is None:
             return
@@ -351,7 +347,7 @@ class TrainerRank:
         several = config.updates_per_batch > 1
         return several or config.router_replay == "R2" or loss.needs_proximal_pass or loss.penalises_rewards
 
-    def _policy_update(self, update: UpdatePlan, micro_batches: Sequence[MicroBatch]) -> tuple[float, float]:
+    def _policy_update(self, update: UpdatePlan, micro_batches: MicroBatches) -> tuple[float, float]:
         """Run an update on a mini-batch; returns (gradient norm, learning rate)."""
         objective = self._forward_backward.policy_objective(update, micro_batches)
         return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
@@ -359,7 +355,7 @@ class TrainerRank:
     def _update(
         self,
         update: UpdatePlan,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: MicroBatches,
         objective: Objective,
         aux_loss_coefficient: float,
     ) -> tuple[float, float]:
@@ -376,16 +372,16 @@ class TrainerRank:
         self._model.config.moe_aux_loss_coeff = coefficient / max(1, rows)
 
     def _metrics(
-        self, micro_batches: Sequence[MicroBatch], steps: Sequence[tuple[float, float]], *, trajectories: int
+        self, results: Sequence[MicroBatchResults], steps: Sequence[tuple[float, float]], *, trajectories: int
     ) -> dict[str, float]:
         """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
         sums = TokenSums(self._extra_columns, trajectories=trajectories)
-        for micro_batch in micro_batches if self._forward_backward.counts_tokens else ():
-            sums.add(micro_batch.sums, trajectories=micro_batch.trajectories)
+        for of_one in results if self._forward_backward.counts_tokens else ():
+            sums.add(of_one.sums, trajectories=of_one.trajectories)
         sums.reduce(
             self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)
         )
-        routed = routing_sums([m.context.routing for m in micro_batches], layers=self._replayed_layers)
+        routed = routing_sums([of_one.routing_sums for of_one in results], layers=self._replayed_layers)
         routed = self._groups.sum_over_ranks(routed)
         grad_norms, lrs = zip(*steps, strict=True)
         return {

@@ -51,7 +51,7 @@ from torch import Tensor
 from async_rl.files.rollouts import RecordConfig, tool_calls_of, write_step
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
-from async_rl.trainer.step import FILTERS, MicroBatch
+from async_rl.trainer.step import FILTERS, MicroBatches, MicroBatchResults
 from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import SampledRun, TrainingSequence
@@ -104,7 +104,7 @@ class RecordingError(RuntimeError):
 
 def recorded_values(
     plan: BatchPlan,
-    planned: Sequence[tuple[UpdatePlan, Sequence[MicroBatch]]],
+    planned: Sequence[tuple[UpdatePlan, MicroBatches]],
     *,
     counted: bool,
     sum_over_ranks: Callable[[Tensor], Tensor],
@@ -127,11 +127,11 @@ def recorded_values(
     start, steps = 0, list[int]()
     for step, ((update, micro_batches), own) in enumerate(zip(planned, numbers, strict=True)):
         places = torch.from_numpy(_token_places(batch, update, own, start=start))
-        for micro_batch in micro_batches if counted else ():
-            totals[step] += micro_batch.token_results["gradient"].abs().sum(dtype=torch.float64).to("cpu")
-            here = places[micro_batch.numbers] >= 0
+        for results in micro_batches.results if counted else ():
+            totals[step] += results.token_results["gradient"].abs().sum(dtype=torch.float64).to("cpu")
+            here = places[results.numbers] >= 0
             if here.any():
-                values[:, places[micro_batch.numbers[here]]] = _columns(micro_batch)[:, here]
+                values[:, places[results.numbers[here]]] = _columns(results)[:, here]
         tokens = sum(int(batch.num_loss_tokens[number]) for number in own)
         start, steps = start + tokens, steps + [step] * tokens
     if not counts:
@@ -161,11 +161,11 @@ def _token_places(batch: TrainingBatch, update: UpdatePlan, sequences: Sequence[
     return places
 
 
-def _columns(micro_batch: MicroBatch) -> Tensor:
+def _columns(results: MicroBatchResults) -> Tensor:
     """float64 [4, n], VALUES before the division. Without a proximal pass the proximal policy is the current one."""
-    results = micro_batch.token_results
-    proximal = micro_batch.columns.get("proximal_logprobs", results["current"])
-    columns = (proximal, results["current"], results["gradient"].abs(), results["filters"])
+    of_token = results.token_results
+    proximal = results.columns.get("proximal_logprobs", of_token["current"])
+    columns = (proximal, of_token["current"], of_token["gradient"].abs(), of_token["filters"])
     return torch.stack([column.to("cpu", torch.float64) for column in columns])
 
 

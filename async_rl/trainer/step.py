@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
 from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
+from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, TokenLogprobs, Trajectories, kl_term, policy_loss
 from async_rl.trainer.loss.mismatch import lag_buckets, token_sums
 from async_rl.trainer.loss.ratios import FilterName
@@ -26,16 +27,8 @@ from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ContractError, RoutingSpec
 from message_queue.training_sequence import TrainingSequence
 
-_LOSS_COLUMNS = {
-    "behaviour_logprobs": torch.float32,
-    "lag_bucket": torch.int64,
-    "advantages": torch.float32,
-    "token_weights": torch.float32,
-    "trajectory": torch.int64,
-}
-"""Per-token inputs of the loss and their dtypes."""
-_PLACES = {"token": torch.int64, "number": torch.int64}
-"""Per-token indices; see `MicroBatchBuilder._loss_columns`."""
+_LOSS_COLUMNS = ("behaviour_logprobs", "lag_bucket", "advantages", "token_weights", "trajectory")
+"""Per-token inputs of the loss."""
 
 TOKEN_RESULTS = ("current", "filters", "gradient")
 """Results per token of the objective `policy`: logprobs under the current weights, the sum of 2^i over the filters
@@ -64,7 +57,7 @@ class MicroBatch:
     numbers: Tensor
     """int64 [n], numbers of these tokens among the loss tokens of the update."""
     columns: dict[str, Tensor]
-    """Inputs of the loss, [n] each; see `_LOSS_COLUMNS`. Passes add proximal and reference logprobs."""
+    """Inputs of the loss, [n] each: `_LOSS_COLUMNS`, and what passes have added; see `MicroBatchResults`."""
     kept: KeptTokens | None
     """Tokens over which the distributions are normalised; None if all are over the whole vocabulary."""
     trajectories: Tensor
@@ -74,13 +67,9 @@ class MicroBatch:
     """Rows, rotary angles and routing."""
     has_padding: bool
     """Whether the rows of this rank include padding."""
-    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Results of the objective, without those per token."""
-    token_results: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Results of the objective `policy` [n]; see TOKEN_RESULTS."""
 
     def forward(self, model: Any, *, at: Coordinates) -> Tensor:
-        """Run the forward pass: logits [1, t, V / tensor] on the last pipeline stage, hidden states on other stages."""
+        """Run the forward pass: hidden states [1, t, H], which on the last stage are the input of the output layer."""
         return model(
             self.token_ids, None, None, packed_seq_params=self.context, padding_mask=self._padding_mask(model, at)
         )
@@ -97,6 +86,28 @@ class MicroBatch:
         padding = self.context.rows.index < 0
         first = unwrap(model).pre_process
         return (padding if first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class MicroBatchResults:
+    """What passes have computed for a micro-batch. It is small, and stays when the micro-batch is gone."""
+
+    numbers: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [n], as of the micro-batch."""
+    trajectories: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """int64 [count], as of the micro-batch."""
+    behaviour_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
+    """float32 [n], the column of the micro-batch."""
+    columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Columns [n] that later passes get in addition to, or in place of, those of the batch."""
+    tables: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """The routing that R2 has recorded; see `MicroBatchRouting`."""
+    routing_sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """`MicroBatchRouting.sums` of the last pass."""
+    sums: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Results of the objective, without those per token."""
+    token_results: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Results of the objective `policy` [n]; see TOKEN_RESULTS."""
 
 
 def unwrap(model: Any) -> Any:
@@ -186,25 +197,24 @@ class MicroBatchBuilder:
         token: int64 [n], number among all tokens of the micro-batch.
         number: int64 [n], number among the loss tokens of the update.
         """
-        batch, update, start = self._batch, self._update, 0
-        found = {name: [torch.empty(0, dtype=kind)] for name, kind in (_LOSS_COLUMNS | _PLACES).items()}
-        for number in numbers:
-            positions, logprobs, lag, pure = batch.loss_tokens(number)
-            count = len(positions)
-            columns = {
-                "behaviour_logprobs": torch.from_numpy(logprobs),
-                "lag_bucket": lag_buckets(torch.from_numpy(lag), torch.from_numpy(pure)),
-                "advantages": torch.full((count,), float(batch.advantages[number])),
-                "token_weights": torch.full((count,), float(update.token_weights[number])),
-                "trajectory": torch.full((count,), int(batch.trajectory[number])),
-                "token": start + torch.from_numpy(positions),
-                "number": int(update.first_loss_token[number]) + torch.arange(count),
-            }
-            for name, column in columns.items():
-                found[name].append(column)
-            start += int(batch.lengths[number])
-        joined = {name: torch.cat(columns) for name, columns in found.items()}
-        return TensorDict(joined, batch_size=[len(joined["token"])])
+        batch, update, own = self._batch, self._update, np.array(numbers, np.int64)
+        (positions, logprobs, lag, pure), counts = batch.loss_tokens_of(numbers)
+        first = counts.cumsum() - counts
+        start = batch.lengths[own].cumsum() - batch.lengths[own]
+
+        def of_sequences(values: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(values.repeat(counts))
+
+        columns = {
+            "behaviour_logprobs": torch.from_numpy(logprobs),
+            "lag_bucket": lag_buckets(torch.from_numpy(lag), torch.from_numpy(pure)),
+            "advantages": of_sequences(batch.advantages[own]),
+            "token_weights": of_sequences(update.token_weights[own]),
+            "trajectory": of_sequences(batch.trajectory[own]),
+            "token": torch.from_numpy(positions) + of_sequences(start),
+            "number": torch.arange(len(positions)) + of_sequences(update.first_loss_token[own] - first),
+        }
+        return TensorDict(columns, batch_size=[len(positions)])
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
         """Kept tokens at the tokens in the loss.
@@ -253,53 +263,84 @@ class MicroBatchBuilder:
         return MicroBatchRouting(mode="replay", tables=tables, real=real)
 
 
+class MicroBatches:
+    """The micro-batches of an update on one rank. A micro-batch is built when a pass needs it, and not kept.
+
+    Args:
+        builder: of the update.
+        sequences: numbers of the sequences of each micro-batch.
+
+    Attributes:
+        results: of each micro-batch.
+    """
+
+    def __init__(self, builder: MicroBatchBuilder, sequences: Sequence[Sequence[int]]) -> None:
+        self._builder = builder
+        self._sequences = sequences
+        self.results = [MicroBatchResults() for _ in sequences]
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return map(self._build, self._sequences, self.results)
+
+    def _build(self, sequences: Sequence[int], results: MicroBatchResults) -> MicroBatch:
+        micro_batch = self._builder.build(sequences)
+        results.numbers, results.trajectories = micro_batch.numbers, micro_batch.trajectories
+        results.behaviour_logprobs = micro_batch.columns["behaviour_logprobs"]
+        micro_batch.columns |= results.columns
+        if (routing := micro_batch.context.routing) is not None:
+            results.routing_sums = routing.sums
+            if routing.mode == "record":
+                routing.mode = "replay" if results.tables else "record"
+                routing.tables = results.tables
+        return micro_batch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """Computes loss and sums from the logits of a micro-batch."""
+    """Computes loss and sums from the hidden states of a micro-batch."""
 
     kind: ObjectiveKind
     """`policy` and `supervised` are trained; `logprobs` returns logprobs without a loss."""
     loss: LossConfig
     """The policy loss."""
-    tensor_group: Any
-    """Tensor-parallel group."""
-    vocab_columns: int
-    """Columns of this rank's logits without vocabulary padding."""
+    layer: OutputLayer | None
+    """The output layer; None before the last pipeline stage, which does not compute the objective."""
     context_group: Any = None
     """Ranks with other tokens of the same trajectories; None for a single rank."""
     surrogate: Surrogate | None = None
     """The equation of `loss` in this update; None for `loss.surrogate()`."""
 
-    def token_logprobs(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def token_logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
 
         The distribution is the one that the engine sampled from: over the kept tokens, at its temperature.
         """
-        rows, targets, kept = micro_batch.loss_rows, micro_batch.targets, micro_batch.kept
+        rows, targets, kept = hidden[0, micro_batch.loss_rows], micro_batch.targets, micro_batch.kept
         settings: dict[str, Any] = {
-            "group": self.tensor_group,
+            "layer": self.layer,
             "temperature": 1.0 if self.kind == "supervised" else self.loss.temperature,
             "with_entropy": self.kind == "policy",
         }
-
-        def over_all(rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            vocabulary = logits[0, :, : self.vocab_columns]
-            return logprobs_and_entropy(vocabulary, rows, targets, full_columns=logits.shape[-1], **settings)
-
         if kept is None:
-            return over_all(rows, targets)
-        cut = kept_logprobs_and_entropy(
-            logits[0], rows[kept.cut], targets[kept.cut], kept, columns=self.vocab_columns, **settings
-        )
+            return logprobs_and_entropy(rows, targets, **settings)
+        cut = kept_logprobs_and_entropy(rows[kept.cut], targets[kept.cut], kept, **settings)
         if not len(kept.whole):
             return cut
-        whole = over_all(rows[kept.whole], targets[kept.whole])
+        whole = logprobs_and_entropy(rows[kept.whole], targets[kept.whole], **settings)
         order = torch.cat((kept.cut, kept.whole)).argsort()
         return torch.cat((cut[0], whole[0]))[order], torch.cat((cut[1], whole[1]))[order]
 
-    def __call__(self, logits: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Scalar loss, a summand of the loss of the update, and float64 sums over the tokens (or the logprobs)."""
-        logprobs, entropy = self.token_logprobs(logits, micro_batch)
+    def __call__(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Scalar loss, a summand of the loss of the update, and float64 sums over the tokens (or the logprobs).
+
+        Args:
+            hidden: [1, t, H], the input of the output layer.
+            micro_batch: with t rows.
+        """
+        logprobs, entropy = self.token_logprobs(hidden, micro_batch)
         columns = micro_batch.columns
         match self.kind:
             case "logprobs":
@@ -366,11 +407,11 @@ def _gradient_of(logprobs: Tensor) -> Tensor:
 
 
 def scheduled_loss(
-    logits: Tensor, *, micro_batch: MicroBatch, objective: Objective
+    hidden: Tensor, *, micro_batch: MicroBatch, objective: Objective
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Apply the objective in the form of megatron's schedules: (loss, token count, results).
 
     With a token count the schedules do not scale the loss; the value of the count is not used.
     """
-    loss, results = objective(logits, micro_batch)
-    return loss, torch.zeros((), dtype=torch.int, device=logits.device), results
+    loss, results = objective(hidden, micro_batch)
+    return loss, torch.zeros((), dtype=torch.int, device=hidden.device), results

@@ -141,7 +141,8 @@ def run_forward(trainer, batch, *, packing, replay="none"):
     )
     micro_batch = builder.build(range(len(batch)))
     with torch.no_grad():
-        logits = micro_batch.forward(trainer.model.wrapped[0], at=Coordinates())[0]
+        hidden = micro_batch.forward(trainer.model.wrapped[0], at=Coordinates())[0]
+        logits = hidden @ trainer.model.output_layer(float32=False).multiplied().T
     rows = micro_batch.context.rows
     real = [(rows.segments == i) & (rows.index >= 0) for i in range(len(batch))]
     return [logits[rows_of] for rows_of in real], micro_batch.context.routing, real

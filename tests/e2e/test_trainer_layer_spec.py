@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.fast_paths import Platform
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.e2e.test_trainer_families import SMALL_LATENT, exported, saved
 from tests.helpers import numerics, tiny_models
@@ -14,6 +15,7 @@ from tests.parallel.support import (
     TRAINER,
     assert_equal_gradients,
     assert_equal_metrics,
+    assert_equal_steps,
     assert_equal_weights,
     assert_near,
     gradients,
@@ -32,6 +34,7 @@ MODELS = {
     "glm4_moe": lambda: tiny_models.glm4_moe_config(num_hidden_layers=3),
     "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
 }
+LOSS = DecoupledPPO(entropy_coefficient=0.01)
 # A large eps keeps an update smooth in its gradient.
 ADAM = OptimizerConfig(lr=1e-2, eps=1e-3, weight_decay=1.0)
 
@@ -43,10 +46,9 @@ def pair(request, tmp_path_factory):
     checkpoint = tiny_models.save_checkpoint(config, tmp_path_factory.mktemp("specs"), seed=1, vectors=True)
     layers = 0 if request.param == "qwen3" else config.num_hidden_layers - 1
     batch = make_batch((23, 9, 31, 14), routed=layers > 0, layers=layers)
-    loss = DecoupledPPO(entropy_coefficient=0.01)
     batch["token_ids"].clamp_(min=1)  # transformers takes no gradient for the padding token, 0
-    expected = reference_step(load_reference(checkpoint), batch, policy_terms(loss), routed=layers > 0)
-    settings = {"optimizer": ADAM, "loss": loss}
+    expected = reference_step(load_reference(checkpoint), batch, policy_terms(LOSS), routed=layers > 0)
+    settings = {"optimizer": ADAM, "loss": LOSS}
     settings["router_replay"] = "R3" if layers else "none"
     trainers = [start_trainer(checkpoint, fused=fused, **settings) for fused in (False, True)]
     yield checkpoint, batch, expected, *trainers
@@ -87,6 +89,18 @@ def test_models_of_both_specs_hold_and_give_the_same(pair, tmp_path):
         other.restore(tmp_path / "state")
         other.train(batch)
         assert_equal_weights(exported(other), exported(one), expected, optimizer=ADAM, updates=number)
+
+
+def test_the_activation_of_a_gpu_has_the_gradient_of_the_plain_one(pair, monkeypatch):
+    from async_rl.trainer.model import gpt
+
+    checkpoint, batch, expected, local, _ = pair
+    monkeypatch.setattr(gpt, "_platform", lambda _device, transformer_engine: Platform(cuda=True))
+    settings = {"loss": LOSS, "router_replay": "R3" if local.model.replay else "none"}
+    trainer = start_trainer(checkpoint, optimizer=replace(ADAM, clip_grad=0.0), **settings)
+    assert trainer.model.config.bias_activation_fusion and not local.model.config.bias_activation_fusion
+    assert_equal_steps(trainer.train(batch)["loss"], gradients(trainer), expected)
+    trainer.close()
 
 
 def test_transformer_engine_is_refused_if_it_cannot_be_used(tmp_path):

@@ -1,5 +1,6 @@
 """Several optimizer steps per batch on the real trainer, against plain formulas in float64."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from async_rl.config import load_config
 from async_rl.trainer.loss.losses import GSPO, DecoupledPPO, IcePop
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.trainer.step import MicroBatchBuilder
 from tests.helpers import numerics
 from tests.parallel.support import (
     LAYERS,
@@ -174,6 +176,24 @@ def test_gspo_clips_no_rounding_in_bfloat16(checkpoint, owner, count):
     metrics = trainer.train(batch)
     assert metrics["mismatch/abs_mean"] > 1e-3
     assert metrics["clip/fraction"] < 0.01
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_micro_batches_exist_at_a_time_however_many_there_are(checkpoint, batch, monkeypatch, recompute):
+    live, most, build = weakref.WeakSet(), [], MicroBatchBuilder.build
+
+    def counted(self, numbers):
+        made = build(self, numbers)
+        live.add(made.context.rotary[0].untyped_storage())  # which autograd keeps too
+        most.append(len(live))
+        return made
+
+    monkeypatch.setattr(MicroBatchBuilder, "build", counted)
+    settings = {"loss": LOSSES["gspo"], "updates_per_batch": 2, "router_replay": "R2", "recompute": recompute}
+    trainer = start_trainer(checkpoint, micro_batch_tokens=20, **settings)
+    trainer.train(batch.clone().set("mini_batch", batch["group"] % 2))
+    assert len(most) > len(LENGTHS)  # in the pass at the start of the batch, and in the updates
+    assert max(most) <= 2
 
 
 def test_a_kill_between_mini_batches_leaves_no_part_of_the_batch(checkpoint, batch, tmp_path):

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from async_rl.metrics.registry import LAGS, metric_of
 from async_rl.trainer.batch.advantage import AdvantageName
 from async_rl.trainer.batch.training_batch import BatchError
+from async_rl.trainer.loss.logprobs import logprobs_and_entropy
 from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics
 from tests.helpers.losses import LOSSES, NAMES, make_loss
@@ -178,19 +179,24 @@ def test_the_kl_in_the_reward_is_refused_without_rewards(checkpoint, batch, owne
         start_trainer(checkpoint, loss=loss).train(given)
 
 
-def test_a_float32_head_takes_the_rounding_off_the_logits_of_bfloat16(checkpoint, batch):
-    errors = {}
+def test_a_float32_head_takes_the_rounding_off_the_logits_of_bfloat16(checkpoint, batch, monkeypatch):
+    errors, bounds = {}, {}
     for fp32 in (False, True):
-        trainer = start_trainer(checkpoint, dtype="bfloat16", fp32_lm_head=fp32)
-        layer, seen = trainer.model.chunks[0].output_layer, []
-        layer.register_forward_hook(lambda _, given, found, seen=seen: seen.append((given[0], found[0])))
-        trainer.logprobs(batch)
-        weight = layer.weight.detach().double()
-        exact = [hidden.double() @ weight.T for hidden, _ in seen]
-        errors[fp32] = max((logits - e).abs().max().item() for (_, logits), e in zip(seen, exact, strict=True))
-        summed = max((hidden.double().abs() @ weight.abs().T).max().item() for hidden, _ in seen)
-        largest = max(e.abs().max().item() for e in exact)
-        assert {logits.dtype for _, logits in seen} == {torch.float32 if fp32 else torch.bfloat16}
-    # A float32 dot product of `hidden` terms, and bfloat16 numbers of 8 bits; some is off by a quarter unit.
-    numerics.assert_within(errors[True], numerics.rounding(weight.shape[1]) * summed)
-    assert errors[False] > 2.0**-10 * largest / 2
+        seen = []
+
+        def noted(hidden, targets, *, layer, seen=seen, **settings):
+            found = logprobs_and_entropy(hidden, targets, layer=layer, **settings)
+            seen.append((hidden.double(), targets, layer.weight.detach().double(), found[0]))
+            return found
+
+        monkeypatch.setattr("async_rl.trainer.step.logprobs_and_entropy", noted)
+        start_trainer(checkpoint, dtype="bfloat16", fp32_lm_head=fp32).logprobs(batch)
+        of_each = []
+        for hidden, targets, weight, found in seen:
+            exact = (hidden @ weight.T).log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+            # Twice that of a float32 dot product: the error of the logit and that of the normalisation.
+            bound = 2 * numerics.rounding(weight.shape[1]) * (hidden.abs() @ weight.abs().T).max()
+            of_each.append(((found - exact).abs().max().item(), bound.item()))
+        errors[fp32], bounds[fp32] = (max(column) for column in zip(*of_each, strict=True))
+    numerics.assert_within(errors[True], bounds[True])
+    assert errors[False] > bounds[False]

@@ -9,35 +9,47 @@ import torch
 from megatron.core import parallel_state
 
 
-def _drop_layer(_model, routings):
+def _drop_layer(routing):
     """Layer 2 is left to the live router."""
-    for routing in routings:
-        if 2 in routing.tables:
-            routing.tables[2] = torch.full_like(routing.tables[2], -1)
+    if 2 in routing.tables:
+        routing.tables[2] = torch.full_like(routing.tables[2], -1)
 
 
-def _drop_stage(_model, routings):
+def _drop_stage(routing):
     """The last pipeline stage is left to the live router."""
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
-        for routing in routings:
-            routing.tables = {layer: torch.full_like(table, -1) for layer, table in routing.tables.items()}
+        routing.tables = {layer: torch.full_like(table, -1) for layer, table in routing.tables.items()}
 
 
-def _shift_layer(_model, routings):
+def _shift_layer(routing):
     """Each layer of a rank gets the rows of the next one."""
-    for routing in routings:
-        layers = sorted(routing.tables)
-        moved = layers[1:] + layers[:1]
-        routing.tables = {layer: routing.tables[other] for layer, other in zip(layers, moved, strict=True)}
+    layers = sorted(routing.tables)
+    moved = layers[1:] + layers[:1]
+    routing.tables = {layer: routing.tables[other] for layer, other in zip(layers, moved, strict=True)}
 
 
-def _shift_token(_model, routings):
+def _shift_token(routing):
     """Each token gets the row of the one before."""
-    for routing in routings:
-        routing.tables = {layer: table.roll(1, dims=0) for layer, table in routing.tables.items()}
+    routing.tables = {layer: table.roll(1, dims=0) for layer, table in routing.tables.items()}
 
 
-def _live_recomputation(model, routings):
+def _each(change):
+    """The fault that applies `change` to the routing of each micro-batch."""
+
+    def apply(_model, micro_batches):
+        build = micro_batches._build
+
+        def broken(*given):
+            micro_batch = build(*given)
+            change(micro_batch.context.routing)
+            return micro_batch
+
+        micro_batches._build = broken
+
+    return apply
+
+
+def _live_recomputation(model, _micro_batches):
     """Recomputed layers are routed by the live router: the replay of the forward pass has ended."""
     for chunk in model.chunks:
         for layer in chunk.decoder.layers:
@@ -58,7 +70,7 @@ class _ForwardOnly:
         return self._replay.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
 
 
-def _rounded_weights(model, _routings):
+def _rounded_weights(model, _micro_batches):
     """No fault: every weight moves by a unit in the last place, which says how well conditioned gradients are."""
     noise = torch.Generator().manual_seed(5)
     for chunk in model.chunks:
@@ -70,9 +82,9 @@ def _rounded_weights(model, _routings):
 ROUNDED = "rounded-weights"
 FAULTS: dict[str, Callable] = {
     ROUNDED: _rounded_weights,
-    "drop-layer": _drop_layer,
-    "drop-stage": _drop_stage,
-    "shift-layer": _shift_layer,
-    "shift-token": _shift_token,
+    "drop-layer": _each(_drop_layer),
+    "drop-stage": _each(_drop_stage),
+    "shift-layer": _each(_shift_layer),
+    "shift-token": _each(_shift_token),
     "live-recomputation": _live_recomputation,
 }

@@ -2,7 +2,8 @@
 
 A linear layer includes the norm before it (`layer_norm_weight`), the experts of a rank are one module (`weight0`,
 `weight1`, ...), and attention takes packed sequences (`thd`) and passes keys and values around context ranks. Weights
-are marked as Transformer Engine marks them, which for experts is not the dimension of their split.
+are marked as Transformer Engine marks them, which for experts is not the dimension of their split. The activation is
+that of a GPU, which has its own backward pass.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from async_rl.trainer.model import gpt
 from async_rl.trainer.model.attention import RMSNorm
+from async_rl.trainer.model.fast_paths import Platform
 
 
 @contextlib.contextmanager
@@ -30,6 +32,7 @@ def fused_layers():
     """Models built inside are of megatron's Transformer Engine spec, with any trainer.layer_spec."""
     held = {(gpt_layer_specs, "TESpecProvider"): FusedSpecProvider, (gpt_layer_specs, "TENorm"): RMSNorm}
     held[gpt, "uses_transformer_engine"] = lambda _config, device: True
+    held[gpt, "_platform"] = lambda _device, transformer_engine: Platform(cuda=True, transformer_engine=True)
     before = {key: vars(key[0]).get(key[1]) for key in held}
     for (module, name), value in held.items():
         setattr(module, name, value)

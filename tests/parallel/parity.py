@@ -105,7 +105,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
         def _update(self, plan, micro_batches, objective, aux_loss_coefficient):
             move_routers(self.model.chunks)
             if cell.fault:
-                FAULTS[cell.fault](self.model, [mb.context.routing for mb in micro_batches])
+                FAULTS[cell.fault](self.model, micro_batches)
             found = self._forward_backward.logprobs(micro_batches)
             self.seen = self._forward_backward.of_update(plan, micro_batches, found)
             return super()._update(plan, micro_batches, objective, aux_loss_coefficient)

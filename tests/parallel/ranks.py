@@ -48,7 +48,19 @@ def run_case(trainer, batch, *, folder: Path | None = None):
     grads = {} if trainer.model.wrapped[0].ddp_config.use_distributed_optimizer else gradients(trainer)
     weights = exported(trainer)
     check_source(trainer.model, weights)
-    return {"logprobs": logprobs, "metrics": metrics, "gradients": grads, "weights": weights}
+    return {
+        "logprobs": logprobs,
+        "metrics": metrics,
+        "gradients": grads,
+        "weights": weights,
+        "overlaps": overlaps(trainer),
+    }
+
+
+def overlaps(trainer):
+    """Whether the gradients of updates after the first one were summed while a backward pass ran."""
+    groups = [group for chunk in trainer.model.wrapped for group in chunk.bucket_groups]
+    return all(group.ddp_config.overlap_grad_reduce and not group.is_first_batch for group in groups)
 
 
 def check_source(model, weights):

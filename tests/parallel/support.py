@@ -245,9 +245,8 @@ def given_reference(passes, batch):
     given = batch["reference_logprobs"][batch["loss_mask"]]
 
     def reference(micro_batches, _weights):
-        for micro_batch in micro_batches:
-            columns = micro_batch.columns
-            columns["reference_logprobs"] = given[micro_batch.numbers].to(columns["behaviour_logprobs"].device)
+        for micro_batch, results in zip(micro_batches, micro_batches.results, strict=True):
+            results.columns["reference_logprobs"] = given[micro_batch.numbers].to(micro_batch.targets.device)
 
     with mock.patch.object(passes, "reference", reference):
         yield

@@ -52,6 +52,7 @@ LAYOUTS = {
     "data": {},
     "data-distributed-optimizer": {"distributed_optimizer": True},
     "data-unpacked": {"packing": False},
+    "data-recompute": {"recompute": "full"},
     "tensor": {"parallel": ParallelConfig(tensor=2)},
     "tensor-selective": {"parallel": ParallelConfig(tensor=2), "recompute": "selective"},
     "tensor-recompute": {"parallel": ParallelConfig(tensor=2), "recompute": "full"},
@@ -191,6 +192,11 @@ def test_rank_bytes_is_the_memory_that_a_rank_holds(layout, results, checkpoints
     expected = rank_bytes(config, cpu_offload=0.0, dense=dense, experts=experts, layers=4)
     held = result_of(results, f"qwen3_moe-{layout}")["bytes"]
     assert held == pytest.approx(expected, rel=0.05)  # norms and routers are on each rank, and buffers are padded
+
+
+@pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "data-recompute", "context", "tensor"])
+def test_gradients_are_summed_during_the_backward_pass_if_ranks_share_weights(layout, results):
+    assert result_of(results, f"qwen3_moe-{layout}")["overlaps"] == (layout != "tensor")
 
 
 @pytest.mark.parametrize("name", BALANCE_CASES)

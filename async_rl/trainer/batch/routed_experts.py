@@ -46,18 +46,22 @@ def replayed_rows(
             f"this rank routes layers {unknown}, but rows exist for layers {list(routing.layers)} only; "
             "rollout and trainer disagree about which layers have experts"
         )
-    places = [routing.layers.index(layer) for layer in layers]
+    layer_slice = _slice([routing.layers.index(layer) for layer in layers])
+    recorded = [_rows_of(number, sequence, routing)[:, layer_slice] for number, sequence in sequences.items()]
+    # The padding is a sequence without rows; its row is never taken.
+    rows = np.concatenate([*recorded, np.zeros((1, len(layers), routing.top_k), routing.dtype)])
+    counts = np.array([*map(len, recorded), 0])
+    runs = [run for sequence in sequences.values() for run in sequence.row_runs]
+    given = np.array([run.version >= 0 for run in runs], np.bool_).repeat(
+        np.array([run.rows for run in runs], np.int64)
+    )
+    sequence = np.minimum(of, len(recorded))
+    at = np.flatnonzero(positions < counts[sequence])
+    source = (counts.cumsum() - counts)[sequence[at]] + positions[at]
+    at, source = at[given[source]], source[given[source]]
     out = np.zeros((len(of), len(layers), routing.top_k), routing.dtype)
     live = np.ones(len(of), np.bool_)
-    bounds = np.searchsorted(of, np.arange(len(sequences) + 1))
-    for place, (number, sequence) in enumerate(sequences.items()):
-        rows = _rows_of(number, sequence, routing)
-        start, end = bounds[place], bounds[place + 1]
-        given = _given(sequence)
-        here = positions[start:end]
-        at = start + np.flatnonzero((here < len(given)) & given[np.minimum(here, len(given) - 1)])
-        out[at] = rows[:, _slice(places)][positions[at]]
-        live[at] = False
+    out[at], live[at] = rows[source], False
     if fault := _fault(out, live, num_experts=routing.num_experts):
         what, row, layer = fault
         raise BatchError(
@@ -80,15 +84,12 @@ def _rows_of(number: int, sequence: TrainingSequence, routing: RoutingSpec) -> E
             f"model's MoE layers {list(routing.layers)} with top-{routing.top_k} need "
             f"{routing.dtype}[rows, {len(routing.layers)}, {routing.top_k}], at most a row for each token"
         )
+    if (described := sum(run.rows for run in sequence.row_runs)) != len(rows):
+        raise BatchError(
+            f"row_runs of sequence {number} describe {described} rows, but it has {len(rows)}; both must be of the "
+            "same content"
+        )
     return rows
-
-
-def _given(sequence: TrainingSequence) -> BoolArray:
-    """bool [t + 1], whether an engine returned the row of each position; the last entry is False."""
-    given = np.zeros(len(sequence) + 1, np.bool_)
-    counts = [run.rows for run in sequence.row_runs]
-    given[: sum(counts)] = np.repeat([run.version >= 0 for run in sequence.row_runs], counts)
-    return given
 
 
 def _slice(places: Sequence[int]) -> slice | list[int]:

@@ -137,23 +137,38 @@ class TrainingBatch:
         return sequence
 
     def loss_tokens(self, number: int) -> LossTokens:
-        """The tokens in the loss of sequence `number`.
+        """The tokens in the loss of sequence `number`; see `loss_tokens_of`."""
+        return self.loss_tokens_of([number])[0]
+
+    def loss_tokens_of(self, numbers: Sequence[int]) -> tuple[LossTokens, Int64Array]:
+        """The tokens in the loss of the sequences `numbers`, one sequence after the other, and how many each has.
 
         Raises:
-            BatchError: the content has another length, or a token was sampled by a version that was not published.
+            BatchError: a content has another length, or a token was sampled by a version that was not published.
         """
-        sequence, now = self.sequence(number), self.current_update + int(self.mini_batch[number])
-        starts, tokens, updates = (
-            np.array([(run.start, run.tokens, self._updates(run.version)) for run in sequence.runs], np.int64)
-            .reshape(-1, 3)
+        sequences = [self.sequence(number) for number in numbers]
+        now = self.current_update + self.mini_batch[list(numbers)]
+        place, starts, tokens, updates = (
+            np.array(
+                [(i, r.start, r.tokens, self._updates(r.version)) for i, s in enumerate(sequences) for r in s.runs],
+                np.int64,
+            )
+            .reshape(-1, 4)
             .T
         )
-        first = tokens.cumsum() - tokens
-        positions = np.arange(tokens.sum()) + np.repeat(starts - first, tokens)
-        lag, kept = np.repeat(now - updates, tokens), np.repeat(updates >= self.min_update, tokens)
+        of, first = place.repeat(tokens), tokens.cumsum() - tokens
+        positions = np.arange(tokens.sum()) + (starts - first).repeat(tokens)
+        lag, kept = (now[place] - updates).repeat(tokens), (updates >= self.min_update).repeat(tokens)
+        last = np.array([*map(self._last_fresh, numbers, sequences, now.tolist())], np.int64)
+        pure = (lag == 0) & (positions <= last[of])
+        logprobs = np.concatenate([np.zeros(0, np.float32), *(sequence.logprobs for sequence in sequences)])
+        counts = np.bincount(of[kept], minlength=len(sequences))
+        return LossTokens(positions[kept], logprobs[kept], lag[kept], pure[kept]), counts
+
+    def _last_fresh(self, number: int, sequence: TrainingSequence, now: int) -> int:
+        """The last position whose logprob is over K/V of the current weights alone; -1 if old K/V may be among it."""
         old_kv = self.retained_kv and self.admitted_updates[self.index[number, 0]] != now
-        pure = (lag == 0) & (not old_kv) & (positions <= self._num_fresh(sequence, now))
-        return LossTokens(positions[kept], sequence.logprobs[kept], lag[kept], pure[kept])
+        return -1 if old_kv else self._num_fresh(sequence, now)
 
     def _num_fresh(self, sequence: TrainingSequence, now: int) -> int:
         """Number of leading positions whose K/V the current weights computed over the replayed rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,17 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
+from async_rl.trainer.distributed import tensor_group
+from async_rl.trainer.loss.logprobs import OutputLayer
 from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
+from async_rl.trainer.model.fast_paths import FastPaths, Platform, fast_paths
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.lora import add_adapters
@@ -53,6 +58,28 @@ class BuiltModel:
         """The `model` argument of megatron's schedules: a list only with a virtual pipeline."""
         return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
 
+    def output_layer(self, *, float32: bool) -> OutputLayer | None:
+        """The output layer; None before the last pipeline stage.
+
+        bfloat16 rounds a logit of 16 by up to 0.06, which is then the error of a logprob (MiniMax-M1, arXiv
+        2506.13585).
+
+        Args:
+            float32: whether logits are computed in float32. The weight and its gradient keep their dtype.
+        """
+        chunk: Any = self.chunks[-1]
+        if not chunk.post_process:
+            return None
+        tied = chunk.share_embeddings_and_output_weights
+        weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+        group = tensor_group()
+        return OutputLayer(
+            weight=weight,
+            num_ids=max(0, min(len(weight), self.shape.vocab_size - group.rank() * len(weight))),
+            dtype=torch.float32 if float32 else weight.dtype,
+            group=group,
+        )
+
     def release_graph(self) -> None:
         """Drop references to the autograd graph of the last forward pass.
 
@@ -79,7 +106,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     if problems := list(layout_problems(shape, config)):
         raise ValueError("\n".join(problems))
     engine = uses_transformer_engine(config, device=device) and not shape.family.local_only
-    megatron = _transformer_config(shape, config, device, transformer_engine=engine)
+    fast = fast_paths(config, platform=_platform(device, transformer_engine=engine), swiglu=_has_swiglu(shape))
+    megatron = _transformer_config(shape, config, device, fast)
     stages: list[int | None] = [None]
     if config.parallel.virtual_pipeline > 1:
         stages = list(range(config.parallel.virtual_pipeline))
@@ -89,7 +117,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=fast.overlap_grad_reduce,
         check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
     )
     inner = [Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk for chunk in chunks]
@@ -98,6 +126,9 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     wrapped = [
         DistributedDataParallel(megatron, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
     ]
+    if fast.overlap_grad_reduce:  # until the last micro-batch, gradients are added up on each rank
+        no_sync: Any = [chunk.no_sync for chunk in wrapped]
+        megatron.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     _freeze_expert_bias(megatron, chunks)
     rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)
     return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
@@ -133,6 +164,7 @@ def _build_chunk(
         vp_stage=stage,
     )
     _mark_weights(chunk)
+    _return_hidden_states(chunk)
     return chunk
 
 
@@ -172,19 +204,31 @@ def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel])
                 router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
 
 
+def _platform(device: torch.device, *, transformer_engine: bool) -> Platform:
+    return Platform(
+        cuda=device.type == "cuda",
+        transformer_engine=transformer_engine,
+        fused_permutation=moe_utils.HAVE_TE and moe_utils.fused_sort_chunks_by_index_with_probs is not None,
+    )
+
+
+def _has_swiglu(shape: ModelShape) -> bool:
+    return not shape.megatron.get("glu_linear_offset") and not shape.megatron.get("add_bias_linear")
+
+
 def _transformer_config(
-    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+    shape: ModelShape, config: TrainerConfig, device: torch.device, fast: FastPaths
 ) -> TransformerConfig:
     with warnings.catch_warnings():
         # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
         warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
-        megatron = _megatron_config(shape, config, device, transformer_engine=transformer_engine)
+        megatron = _megatron_config(shape, config, device, fast)
     megatron.finalize_model_grads_func = _sum_gradients
     return megatron
 
 
 def _megatron_config(
-    shape: ModelShape, config: TrainerConfig, device: torch.device, *, transformer_engine: bool
+    shape: ModelShape, config: TrainerConfig, device: torch.device, fast: FastPaths
 ) -> TransformerConfig:
     parallel = config.parallel
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -212,12 +256,13 @@ def _megatron_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=fast.bias_activation_fusion,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=transformer_engine,
+        moe_grouped_gemm=fast.moe_grouped_gemm,
+        moe_permute_fusion=fast.moe_permute_fusion,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
@@ -259,20 +304,16 @@ def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> 
     finalize_model_grads(model, None, **kwargs)
 
 
-def compute_head_in_float32(chunks: Sequence[GPTModel]) -> None:
-    """Let the output layer multiply in float32, so that logits are not rounded to bfloat16.
+def _return_hidden_states(chunk: GPTModel) -> None:
+    """Let a chunk with the output layer return the input of this layer, for all rows of the micro-batch.
 
-    bfloat16 rounds a logit of 16 by up to 0.06, which is then the error of a logprob (MiniMax-M1, arXiv 2506.13585).
-    The weight and its gradient remain bfloat16. Chunks without an output layer are unchanged.
+    The objective then computes the logits of some of the rows at a time; see `loss/logprobs.py`.
     """
-    for chunk in chunks:
-        if chunk.post_process:
-            layer: Any = chunk.output_layer
-            layer._forward_impl = _in_float32(layer._forward_impl)
+    if not chunk.post_process:
+        return
+    layer: Any = chunk.output_layer
 
+    def unchanged(hidden: Tensor, **_settings: Any) -> tuple[Tensor, None]:
+        return gather_from_sequence_parallel_region(hidden) if layer.sequence_parallel else hidden, None
 
-def _in_float32(multiply: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def wide(*, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
-        return multiply(input=input.float(), weight=weight.float(), **settings)
-
-    return wide
+    layer.forward = unchanged

@@ -221,4 +221,8 @@ class TrainerConfig:
 
 def rank_environment(config: TrainerConfig) -> dict[str, str]:
     """Environment variables that must be set when the process of a rank starts."""
-    return {"OMP_NUM_THREADS": str(config.threads)}
+    variables = {"OMP_NUM_THREADS": str(config.threads)}
+    if max(config.parallel.tensor, config.parallel.context) > 1:
+        # A GPU then starts kernels in the order of their launch, which megatron needs so that exchanges overlap.
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return variables

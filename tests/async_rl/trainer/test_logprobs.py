@@ -8,17 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from async_rl.trainer.loss.logprobs import KeptTokens, kept_logprobs_and_entropy, logprobs_and_entropy
+from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from tests.helpers import numerics
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
-COLUMNS = 11
+COLUMNS, SIZE = 11, 3
 
 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch):
-    """Two rows of 11 columns, so that 7 rows are worked on in four parts, the last one smaller."""
+    """The logits of 3 rows, as many as hidden units, exist at a time, and 2 are worked on: 7 rows are 3 + 3 + 1."""
     monkeypatch.setattr("async_rl.trainer.loss.logprobs.ELEMENTS_AT_ONCE", 2 * COLUMNS)
 
 
@@ -30,19 +30,18 @@ class Case:
     targets: list[int]
     kept: list[list[int]] | None = None
 
-    def ours(self, logits, *, columns=COLUMNS, group=None, **options):
-        """Logprobs and entropy by the functions under test; `columns` of the logits are no padding."""
-        rows, targets = torch.tensor(self.rows), torch.tensor(self.targets)
+    def ours(self, hidden, weight, *, ids=COLUMNS, group=None, **options):
+        """Logprobs and entropy by the functions under test; `ids` rows of the weight are no padding."""
+        layer = OutputLayer(weight=weight, num_ids=ids, dtype=weight.dtype, group=group)
+        rows, targets = hidden[self.rows], torch.tensor(self.targets)
         if self.kept is None:
-            return logprobs_and_entropy(
-                logits, rows, targets, group=group, full_columns=6 if group else None, **options
-            )
+            return logprobs_and_entropy(rows, targets, layer=layer, **options)
         kept = KeptTokens.of(torch.tensor([len(ids) for ids in self.kept]), torch.tensor([*chain(*self.kept)]))
-        return kept_logprobs_and_entropy(logits, rows, targets, kept, columns=columns, group=group, **options)
+        return kept_logprobs_and_entropy(rows, targets, kept, layer=layer, **options)
 
-    def reference(self, logits, temperature=1.0):
+    def reference(self, hidden, weight, temperature=1.0):
         """Logprobs and entropy by log_softmax."""
-        scores = logits[self.rows] / temperature
+        scores = (hidden @ weight.T)[self.rows] / temperature
         outside = torch.zeros_like(scores, dtype=torch.bool)
         if self.kept is not None:
             outside[:] = True
@@ -52,10 +51,10 @@ class Case:
         entropy = -(scores.exp() * scores.masked_fill(outside, 0.0)).sum(-1)
         return scores.gather(-1, torch.tensor(self.targets).unsqueeze(-1)).squeeze(-1), entropy
 
-    def reference_gradient(self, logits, temperature=1.0):
-        """Gradient of `total` of the reference."""
-        whole = logits.clone().requires_grad_()
-        return torch.autograd.grad(total(self.reference(whole, temperature)), whole)
+    def gradients(self, hidden, weight, temperature=1.0):
+        """Gradients of `total` of the reference by hidden states and weight."""
+        inputs = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        return torch.autograd.grad(total(self.reference(*inputs, temperature)), inputs)
 
 
 WHOLE = Case(rows=[3, 0, 14, 9, 10, 1, 7], targets=[4, 0, 10, 5, 6, 7, 2])  # of 15 rows; any order, not all
@@ -71,14 +70,16 @@ def total(found):
 
 
 def example():
-    """Logits of 15 rows."""
-    return torch.randn(15, COLUMNS, generator=torch.Generator().manual_seed(0)) * 3
+    """Hidden states of 15 rows, and the weight of an output layer."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(15, SIZE, generator=generator) * 2, torch.randn(COLUMNS, SIZE, generator=generator)
 
 
-def assert_near(found, compute, logits, *arguments):
+def assert_near(found, compute, inputs, *arguments):
     """`found` are the results of `compute` in float64, up to the error that it has in float32."""
+    exact_inputs = [tensor.double() for tensor in inputs]
     for ours, single, exact in zip(
-        found, compute(logits, *arguments), compute(logits.double(), *arguments), strict=True
+        found, compute(*inputs, *arguments), compute(*exact_inputs, *arguments), strict=True
     ):
         bound = numerics.FACTOR * numerics.error(single.detach(), exact.detach())
         numerics.assert_within((ours.detach() - exact.detach()).abs().max().item(), bound)
@@ -87,34 +88,37 @@ def assert_near(found, compute, logits, *arguments):
 @both_cases
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_their_gradients_equal_those_of_log_softmax(case, temperature):
-    logits = example()
-    ours = logits.clone().requires_grad_()
-    found = case.ours(ours, temperature=temperature)
-    total(found).backward()
-    assert_near(found, case.reference, logits, temperature)
-    assert_near((ours.grad,), case.reference_gradient, logits, temperature)
-    assert torch.equal(ours, logits)
-    if case.kept is not None:
-        inside = torch.zeros_like(logits, dtype=torch.bool)
-        for row, ids in zip(case.rows, case.kept, strict=True):
-            inside[row, ids] = len(ids) > 1
-        assert torch.equal(ours.grad != 0, inside)
+    inputs = example()
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    found = case.ours(*ours, temperature=temperature)
+    gradients = torch.autograd.grad(total(found), ours)
+    assert_near(found, case.reference, inputs, temperature)
+    assert_near(gradients, case.gradients, inputs, temperature)
 
 
 @both_cases
 def test_gradients_of_logprobs_and_entropy_are_the_derivative(case, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda self: self)  # gradcheck needs the float64 it gives
-    logits = example().double().requires_grad_()
-    assert torch.autograd.gradcheck(case.ours, (logits,))
-    assert torch.autograd.gradcheck(lambda z: case.ours(z)[0], (logits,))
-    assert torch.autograd.gradcheck(lambda z: case.ours(z)[1], (logits,))
+    inputs = tuple(tensor.double().requires_grad_() for tensor in example())
+    assert torch.autograd.gradcheck(case.ours, inputs)
+    assert torch.autograd.gradcheck(lambda *given: case.ours(*given)[0], inputs)
+    assert torch.autograd.gradcheck(lambda *given: case.ours(*given)[1], inputs)
 
 
 @both_cases
 def test_entropy_is_zero_if_only_logprobs_are_wanted(case):
-    logprobs, entropy = case.ours(example(), with_entropy=False)
+    logprobs, entropy = case.ours(*example(), with_entropy=False)
     assert not entropy.any()
-    assert torch.equal(logprobs, case.ours(example())[0])
+    assert torch.equal(logprobs, case.ours(*example())[0])
+
+
+@both_cases
+def test_a_frozen_output_layer_has_no_gradient(case):
+    hidden, weight = example()
+    for frozen in (False, True):
+        ours = hidden.clone().requires_grad_()
+        total(case.ours(ours, weight.clone().requires_grad_(not frozen))).backward()
+        assert_near((ours.grad,), lambda *given: case.gradients(*given)[:1], (hidden, weight))
 
 
 class ThreadGroup:
@@ -140,20 +144,18 @@ class ThreadGroup:
 
 @both_cases
 def test_logprobs_of_a_vocabulary_split_over_ranks_are_the_same(case, monkeypatch):
-    logits = example()
+    hidden, weight = example()
     group, results = ThreadGroup(2), {}
     monkeypatch.setattr(dist, "all_reduce", group.all_reduce)
 
     def run(rank):
         group.local.rank = rank
-        # 6 + 5 columns: the second rank has one of padding, which the whole vocabulary does without.
-        part = logits[:, 6 * rank : 6 * rank + 6]
-        if case.kept is not None and rank == 1:
-            part = torch.nn.functional.pad(part, (0, 1), value=50.0)
-        part = part.clone().requires_grad_()
-        found = case.ours(part, columns=6 - rank, group=group)
+        # 6 + 5 ids: the second rank has a row of padding.
+        part = torch.nn.functional.pad(weight[6 * rank : 6 * rank + 6], (0, 0, 0, rank), value=50.0)
+        inputs = [hidden.clone().requires_grad_(), part.clone().requires_grad_()]
+        found = case.ours(*inputs, ids=6 - rank, group=group)
         # Autograd would run both backward passes on one thread; they need no exchange.
-        results[rank] = (*found, torch.autograd.grad(total(found), part)[0])
+        results[rank] = (*found, *torch.autograd.grad(total(found), inputs))
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -161,10 +163,10 @@ def test_logprobs_of_a_vocabulary_split_over_ranks_are_the_same(case, monkeypatc
     for thread in threads:
         thread.join(60)
     for rank in range(2):
-        assert_near(results[rank][:2], case.reference, logits)
-    gradient = torch.cat([results[0][2], results[1][2]], -1)
-    assert_near((gradient[:, :COLUMNS],), case.reference_gradient, logits)
-    assert not gradient[:, COLUMNS:].any()
+        assert_near(results[rank][:2], case.reference, (hidden, weight))
+    of_weight = torch.cat([results[0][3], results[1][3]])
+    assert_near((results[0][2] + results[1][2], of_weight[:COLUMNS]), case.gradients, (hidden, weight))
+    assert not of_weight[COLUMNS:].any()
 
 
 def test_kept_tokens_are_of_the_positions_that_were_cut():
@@ -174,16 +176,15 @@ def test_kept_tokens_are_of_the_positions_that_were_cut():
     assert KeptTokens.of(torch.zeros(3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)) is None
 
 
-def test_logprobs_are_computed_without_a_copy_of_all_logits(monkeypatch):
+@pytest.mark.parametrize("kept", [None, [[0, 7]] * 400], ids=["whole", "kept"])
+def test_the_logits_of_a_few_rows_exist_at_a_time(kept, monkeypatch):
     from tests.parallel.ranks import LiveTensors  # imports megatron
 
-    logits = torch.randn(400, 50).bfloat16().requires_grad_()
-    rows, at_once = torch.arange(400), 4 * 50
+    hidden, weight = (torch.randn(rows, 4).bfloat16().requires_grad_() for rows in (400, 200))
+    case, at_once = Case(rows=[*range(400)], targets=[0] * 400, kept=kept), 4 * 200
     monkeypatch.setattr("async_rl.trainer.loss.logprobs.ELEMENTS_AT_ONCE", at_once)
-    with LiveTensors(known=[logits]) as live:
-        logprobs, entropy = logprobs_and_entropy(logits, rows, torch.zeros(400, dtype=torch.int64))
-        forward = live.most
-        torch.autograd.grad(logprobs.sum() + entropy.sum(), logits)
-    numbers_per_row = 32 * len(rows)
-    assert forward <= 8 * at_once + numbers_per_row
-    assert live.most <= logits.numel() + 8 * at_once + numbers_per_row
+    with LiveTensors(known=[hidden, weight]) as live:
+        logprobs, entropy = case.ours(hidden, weight, ids=len(weight))
+        torch.autograd.grad(logprobs.sum() + entropy.sum(), (hidden, weight))
+    numbers_per_row = 64 * len(hidden)
+    assert live.most <= 8 * at_once + numbers_per_row < len(hidden) * len(weight) / 2

@@ -132,7 +132,7 @@ def test_routing_metrics_are_of_each_layer_and_of_all_and_registered():
         replay = LayerReplay(softmax_router(), layer=layer)
         routing.tables[layer], replay.routing = torch.tensor(rows), routing
         replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
-    metrics = routing_metrics(routing_sums([routing, None], layers=(1, 3)), layers=(1, 3))
+    metrics = routing_metrics(routing_sums([routing.sums, {}], layers=(1, 3)), layers=(1, 3))
     assert metrics["routing/overlap"] == pytest.approx(5 / 9)
     assert metrics["routing/overlap_layer1"] == pytest.approx(5 / 6)
     assert metrics["routing/overlap_layer3"] == 0
@@ -211,9 +211,10 @@ def with_expert(rows, value):
         (numbered_rows(3)[:, 1:], r"layers \[1, 3, 4\]"),
         (numbered_rows(3).astype(np.uint16), "uint16"),
         (numbered_rows(5), "sequence 9"),
+        (numbered_rows(2), "row_runs of sequence 9"),
         (None, "trainer.router_replay"),
     ],
-    ids=["range", "duplicate", "layers", "type", "too many", "absent"],
+    ids=["range", "duplicate", "layers", "type", "too many", "other runs", "absent"],
 )
 def test_replayed_rows_that_do_not_fit_are_refused(rows, found):
     good = sequence_of(numbered_rows(3), length=4)

@@ -1,0 +1,40 @@
+"""Which faster ways of megatron are used, by layout and device."""
+
+import pytest
+
+from async_rl.trainer.model.fast_paths import Platform, fast_paths
+from async_rl.trainer.model.model import ParallelConfig, TrainerConfig, rank_environment
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "overlaps"),
+    [
+        (1, {}, False),
+        (2, {}, True),
+        (2, {"tensor": 2}, False),
+        (2, {"tensor": 2, "expert": 2, "expert_tensor": 1}, False),
+        (2, {"tensor": 2, "expert_tensor": 1}, True),  # both ranks have all experts
+        (2, {"context": 2}, True),
+        (2, {"expert": 2}, True),  # the dense weights
+        (2, {"pipeline": 2}, False),
+        (4, {"pipeline": 2}, True),
+    ],
+)
+def test_gradients_overlap_if_several_ranks_have_the_same_weights(ranks, parallel, overlaps):
+    config = TrainerConfig(ranks=ranks, parallel=ParallelConfig(**parallel))
+    assert fast_paths(config, platform=Platform(), swiglu=True).overlap_grad_reduce == overlaps
+    split = max(parallel.get("tensor", 1), parallel.get("context", 1)) > 1
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS" in rank_environment(config)) == split
+
+
+def test_fused_kernels_are_used_on_devices_that_have_them():
+    def used(swiglu=True, **platform):
+        found = fast_paths(TrainerConfig(), platform=Platform(**platform), swiglu=swiglu)
+        return found.moe_grouped_gemm, found.moe_permute_fusion, found.bias_activation_fusion
+
+    assert used() == used(fused_permutation=True) == (False, False, False)
+    assert used(cuda=True) == (False, False, True)
+    assert used(cuda=True, swiglu=False) == (False, False, False)
+    assert used(cuda=True, fused_permutation=True) == (False, True, True)
+    assert used(cuda=True, transformer_engine=True, fused_permutation=True) == (True, True, True)
+    assert used(transformer_engine=True) == (True, False, False)  # modules of tests with its layout
