@@ -241,6 +241,7 @@ class Launcher:
         if finished:
             steps = self._config.total_train_steps
             return (
-                f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in {self._directory}"
+                f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in "
+                f"{self._directory}; python -m async_rl.explain {self._directory} says what limited the throughput"
             )
         return f"stopped; continue with: {self._resume_command}"

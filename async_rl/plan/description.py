@@ -1,4 +1,4 @@
-"""What a plan is made of: a cluster, a workload, rates, and the settings of the asynchrony. Read from YAML.
+"""What a plan is made of: a cluster, a workload, rates, settings of the asynchrony, interruptions. Read from YAML.
 
     cluster: {gpus: 64, gpus_per_replica: 2, train_gpus: 24}
     workload:
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import yaml
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
@@ -155,6 +155,25 @@ class Publish(_Strict):
     """`sync.mode`."""
     max_paused: Count = 1
     """`sync.max_paused`."""
+    every: Count = 1
+    """`sync.every`."""
+
+
+class Interruptions(_Strict):
+    """Work and faults beside rollouts and training; none by default."""
+
+    checkpoint_every: Count = 1
+    """Train steps between checkpoints."""
+    checkpoint_s: NotNegative = 0.0
+    """Seconds of a checkpoint, in which the trainer does nothing else."""
+    validation_every: Count = 1
+    """Train steps between validations."""
+    validation_trajectories: Annotated[int, Ge(0)] = 0
+    """Trajectories of a validation, with the lengths of the others."""
+    failed: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the groups that fail at their end, and whose place another group takes."""
+    slow_replica: Annotated[float, Ge(1)] = 1.0
+    """Seconds of a decode step of the last replica, over those of the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +190,8 @@ class Description:
     """Publishes."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """Bound and policy."""
+    interruptions: Interruptions = field(default_factory=Interruptions)
+    """Validations, checkpoints and faults."""
 
     def __post_init__(self) -> None:
         cluster = self.cluster
@@ -181,7 +202,7 @@ class Description:
             )
 
 
-_KEYS = frozenset(("cluster", "workload", "rates", "publish", "staleness"))
+_KEYS = frozenset(("cluster", "workload", "rates", "publish", "staleness", "interruptions"))
 
 
 def read_description(path: Path) -> Description:

@@ -70,7 +70,7 @@ def describe_run(directory: Path, *, cores: int | None = None) -> Description:
         for batch in batches[first:]
         for group in batch["groups"]
     }
-    cluster, steps = _cluster(config), metrics[first:]
+    cluster, steps = cluster_of(config), metrics[first:]
     rollout, sync = config["rollout"], config["sync"]
     replicas = (cluster.gpus - cluster.train_gpus) // cluster.gpus_per_replica
     max_running = config["engine"].get("max_num_seqs", 256)
@@ -137,7 +137,7 @@ def _mean(steps: Sequence[Metrics], value: Callable[[Metrics], float]) -> float:
     return float(np.mean([value(step) for step in steps]))
 
 
-def _cluster(config: Mapping[str, Any]) -> Cluster:
+def cluster_of(config: Mapping[str, Any]) -> Cluster:
     """The processes of a run as GPUs; a rank and an engine rank are one each."""
     engine, ranks = config["engine"], config["trainer"]["ranks"]
     per_replica = engine.get("tensor_parallel", 1) * engine.get("data_parallel", 1)
@@ -174,6 +174,37 @@ def _decode_step(
     longest = np.array([max(lengths[group]) for group, _, _ in spans], np.float64)
     grid, running = _open(spans, lengths)
     running /= replicas
+    found = fit_decode_step(
+        longest[undisturbed],
+        spent[undisturbed],
+        at=at[undisturbed],
+        took=took[undisturbed],
+        grid=grid,
+        running=running,
+        max_running=max_running,
+    )
+    # The level is that of all tokens, in the time outside of publishes; the fit only has the longest trajectories.
+    full = np.minimum(running, max_running)
+    decoding_s = np.diff(grid) - _overlap(events, "publish", grid[:-1], np.diff(grid))
+    tokens_of_fit = replicas * (decoding_s * full / (found[0] + found[1] * full)).sum()
+    level = tokens_of_fit / sum(sum(lengths[group]) for group, _, _ in spans)
+    return found[0] * level, found[1] * level
+
+
+def fit_decode_step(
+    tokens: Floats, spent: Floats, *, at: Floats, took: Floats, grid: Floats, running: Floats, max_running: int
+) -> tuple[float, float]:
+    """Seconds of a decode step without requests, and per request of a replica, by least squares.
+
+    Args:
+        tokens: float64 [spans], tokens that each span decodes one after the other.
+        spent: float64 [spans], seconds that they took.
+        at: float64 [spans], start of each span.
+        took: float64 [spans], seconds from its start to its end, which may have pauses.
+        grid: float64 [T], times at which the number of requests changes.
+        running: float64 [T - 1], requests of a replica from each time to the next.
+        max_running: requests that a replica decodes at a time; others wait.
+    """
     waits = np.maximum(1, running / max_running)  # seconds per token of a request, over those of a decode step
     found = (1.0, 0.0)
     for _ in range(FITS):
@@ -181,16 +212,10 @@ def _decode_step(
 
         def mean(values: Floats, progress: Floats = progress) -> Floats:
             """Mean of what the grid has over the tokens of each span."""
-            return (_between(grid, values * progress, at, took) / _between(grid, progress, at, took))[undisturbed]
+            return between(grid, values * progress, at, took) / between(grid, progress, at, took)
 
-        tokens = longest[undisturbed]
-        found = _fit(tokens * mean(waits), tokens * mean(running), spent[undisturbed])
-    # The level is that of all tokens, in the time outside of publishes; the fit only has the longest trajectories.
-    full = np.minimum(running, max_running)
-    decoding_s = np.diff(grid) - _overlap(events, "publish", grid[:-1], np.diff(grid))
-    tokens_of_fit = replicas * (decoding_s * full / (found[0] + found[1] * full)).sum()
-    level = tokens_of_fit / sum(sum(lengths[group]) for group, _, _ in spans)
-    return found[0] * level, found[1] * level
+        found = _fit(tokens * mean(waits), tokens * mean(running), spent)
+    return found
 
 
 def _overlap(events: Sequence[Mapping[str, Any]], track: str, at: Floats, took: Floats) -> Floats:
@@ -207,6 +232,11 @@ def _open(spans: Sequence[tuple[int, float, float]], lengths: Mapping[int, Seque
     """Times, float64 [T], and the trajectories open from each to the next, [T - 1], in proportion to length."""
     starts = np.array([at for group, at, _ in spans for _ in lengths[group]])
     ends = starts + [took * t / max(lengths[group]) for group, _, took in spans for t in lengths[group]]
+    return open_counts(starts, ends)
+
+
+def open_counts(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
+    """Times, float64 [T], at which an interval starts or ends, and the open ones from each to the next, [T - 1]."""
     grid = np.unique([*starts, *ends])
     changes = np.zeros(len(grid))
     np.add.at(changes, np.searchsorted(grid, starts), 1)
@@ -214,7 +244,7 @@ def _open(spans: Sequence[tuple[int, float, float]], lengths: Mapping[int, Seque
     return grid, changes.cumsum()[:-1]
 
 
-def _between(grid: Floats, values: Floats, at: Floats, took: Floats) -> Floats:
+def between(grid: Floats, values: Floats, at: Floats, took: Floats) -> Floats:
     """Integral of a step function over each span."""
     integral = np.concatenate([[0.0], (values * np.diff(grid)).cumsum()])
     return np.interp(at + took, grid, integral) - np.interp(at, grid, integral)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import cast
+from typing import Any, cast
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
@@ -25,6 +26,22 @@ from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 
 CLOSE = 1e-6  # tokens; a request so near to its end has ended
+
+
+@dataclass(frozen=True, slots=True)
+class TracedSpan:
+    """A time span of a simulated run, as in its `trace.json`."""
+
+    process: str
+    """That it is of."""
+    kind: str
+    """Its `cat`."""
+    start: float
+    """Seconds since the start of the run."""
+    end: float
+    """Likewise."""
+    args: Mapping[str, Any]
+    """Shown with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +56,8 @@ class Decode:
     """To be sampled."""
     context: float
     """Prompt and tokens so far, which are prefilled."""
+    replica: str = ""
+    """That it was sent to last."""
     spans: list[Span] = field(default_factory=list[Span])
     """Tokens by version, once it has ended."""
     aborted: bool = False
@@ -60,9 +79,15 @@ class PlannedReplica:
     Attributes:
         busy_s: time with a running request.
         tokens: tokens sampled.
+
+    Args:
+        slow: seconds of its decode steps over those of `rates`.
+        spans: gets its pauses.
     """
 
-    def __init__(self, name: str, *, rates: Rates, load_s: float, staged: bool) -> None:
+    def __init__(
+        self, name: str, *, rates: Rates, load_s: float, staged: bool, spans: list[TracedSpan], slow: float = 1.0
+    ) -> None:
         self.name = self.node = name
         self.busy_s = self.tokens = 0.0
         self._rates = rates
@@ -76,12 +101,16 @@ class PlannedReplica:
         self._waiting: deque[Decode] = deque()
         self._progress = self._updated = self._prefilled = 0.0
         self._frozen = False
+        self._slow = slow
         self._speed = 1.0
         self._timer: asyncio.TimerHandle | None = None
+        self._spans = spans
+        self._paused = 0.0
 
     # ---- control
 
     async def pause(self) -> None:
+        self._paused = self._loop.time()
         self._gate.pause()
 
     async def abort(self) -> int:
@@ -118,7 +147,9 @@ class PlannedReplica:
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         if not self._staged:
+            started = self._loop.time()
             await asyncio.sleep(self._load_s)
+            self._trace("load", started, version=update.weights.version)
         context = 0.0
         for end, _, decode in self._running:
             self._sampled(decode)
@@ -136,14 +167,19 @@ class PlannedReplica:
         self._frozen = False
         self._schedule()
         self._gate.resume()
+        self._trace("pause", self._paused, version=self._weights.version)
 
     async def stats(self) -> ReplicaStats:
         return self._gate.stats()
+
+    def _trace(self, kind: str, started: float, **args: Any) -> None:
+        self._spans.append(TracedSpan(self.name, kind, started, self._loop.time(), args))
 
     # ---- decoding
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
         decode = cast(Decode, request)
+        decode.replica = self.name
         async with self._gate.admit(decode.request_id):
             self.advance()
             if len(self._running) < self._rates.max_running:
@@ -165,7 +201,7 @@ class PlannedReplica:
         self._schedule()
 
     def _step_s(self) -> float:
-        return self._rates.step_s(len(self._running)) / self._speed
+        return self._rates.step_s(len(self._running)) * self._slow / self._speed
 
     def _remove(self, decode: Decode) -> None:
         """A request whose caller is cancelled leaves."""

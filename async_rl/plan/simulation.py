@@ -2,7 +2,8 @@
 
 real      queue, staleness policy, dispatcher, router, pool, publisher, gates of the replicas
 planned   replicas (`replica.py`), rollouts (`worker.py`), trainer, and the loop of the controller, which here only
-          feeds, takes, trains, exports and publishes, in the order of `async_rl.controller.controller`
+          feeds, takes, trains, exports, publishes, validates and saves, in the order of
+          `async_rl.controller.controller`
 
 If the cluster is larger than `MAX_REPLICAS` or its batch than `MAX_TRAJECTORIES`, a part of it is simulated: of N times
 fewer replicas and groups, each as fast as before, with a trainer that trains N times the tokens.
@@ -13,15 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from agent_loop.loop import Message, Prompt
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.metrics.registry import staleness_histogram
 from async_rl.plan.description import Description
-from async_rl.plan.replica import PlannedReplica
+from async_rl.plan.replica import PlannedReplica, TracedSpan
 from async_rl.plan.worker import GroupLengths, PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.rollouter import DroppedGroup
@@ -104,9 +109,27 @@ def scale_of(description: Description, *, replicas: int) -> Scale:
     return Scale(part, simulated, groups / simulated)
 
 
-def simulate(description: Description, *, steps: int, seed: int = 0) -> Seen:
-    """A run with the split of the description."""
-    return run_in_virtual_time(_simulated(description, steps=steps, seed=seed))
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """Spans and batches of a simulated run, from its start."""
+
+    spans: list[TracedSpan] = field(default_factory=list[TracedSpan])
+    """Spans of all processes, with the kinds of `trace.json`."""
+    batches: list[Batch] = field(default_factory=list[Batch])
+    """Trained batches."""
+    failed: list[GroupHead] = field(default_factory=list[GroupHead])
+    """Groups that failed (`Interruptions.failed`)."""
+    expired: list[DroppedGroup] = field(default_factory=list[DroppedGroup])
+    """Groups that the staleness policy gave up while they were open."""
+
+
+def simulate(description: Description, *, steps: int, seed: int = 0, traced: Traced | None = None) -> Seen:
+    """A run with the split of the description.
+
+    Args:
+        traced: gets its spans and batches.
+    """
+    return run_in_virtual_time(_simulated(description, steps=steps, seed=seed, traced=traced))
 
 
 def simulate_synchronous(description: Description, *, steps: int, seed: int = 0) -> Seen:
@@ -118,14 +141,16 @@ def simulate_synchronous(description: Description, *, steps: int, seed: int = 0)
     return run_in_virtual_time(_simulated(alone, steps=steps, seed=seed, colocated=colocated))
 
 
-async def _simulated(description: Description, *, steps: int, seed: int, colocated: bool = False) -> Seen:
-    return await _Run(description, seed=seed, colocated=colocated).run(steps)
+async def _simulated(
+    description: Description, *, steps: int, seed: int, colocated: bool = False, traced: Traced | None = None
+) -> Seen:
+    return await _Run(description, seed=seed, colocated=colocated, traced=traced or Traced()).run(steps)
 
 
 class _Run:
     """One simulated run."""
 
-    def __init__(self, description: Description, *, seed: int, colocated: bool) -> None:
+    def __init__(self, description: Description, *, seed: int, colocated: bool, traced: Traced) -> None:
         cluster, rates, publish = description.cluster, description.rates, description.publish
         self._description = description
         self._num_replicas = (cluster.gpus - (0 if colocated else cluster.train_gpus)) // cluster.gpus_per_replica
@@ -134,14 +159,31 @@ class _Run:
         self._scale = scale = scale_of(description, replicas=self._num_replicas)
         self._lengths = GroupLengths(description.workload, groups=scale.groups, scale=scale.groups_of, seed=seed)
         self._replicas = [
-            PlannedReplica(f"replica-{n}", rates=rates, load_s=rates.load_s, staged=publish.mode == "staged")
+            PlannedReplica(
+                f"replica-{n}",
+                rates=rates,
+                load_s=rates.load_s,
+                staged=publish.mode == "staged",
+                slow=description.interruptions.slow_replica if n == scale.replicas - 1 else 1.0,
+                spans=traced.spans,
+            )
             for n in range(scale.replicas)
         ]
+        self._traced = traced
+        self._failures = np.random.default_rng((seed, 1))
+        self._ready: dict[int, float] = {}  # group -> when it was put
+        self._validation: asyncio.Task[None] | None = None
         self._queue = TrajectoryQueue(build_policy(description.staleness, batch_groups=scale.groups))
         pool = ReplicaPool(self._replicas)
         worker = PlannedWorker(
-            pool, workload=description.workload, lengths=self._lengths, seed=seed, on_open=self._on_open
+            pool,
+            workload=description.workload,
+            lengths=self._lengths,
+            seed=seed,
+            on_open=self._on_open,
+            spans=traced.spans,
         )
+        self._worker = worker
         self._rollouts = Dispatcher([worker], pool=pool)
         paused = publish.max_paused * scale.replicas / self._num_replicas
         self._publisher = Publisher(
@@ -172,6 +214,9 @@ class _Run:
             if task.done():
                 task.result()
             task.cancel()
+        if self._validation is not None:
+            tasks.append(self._validation)
+            self._validation.cancel()
         await asyncio.wait(tasks)
         return self._seen()
 
@@ -180,7 +225,8 @@ class _Run:
     async def _feed(self) -> None:
         cursor = 0
         while True:
-            admission = await self._queue.admit(cursor)
+            with self._span("admit", reason="staleness"):
+                admission = await self._queue.admit(cursor)
             cursor += admission.prompt == cursor
             await self._admitted.put((Prompt(index=admission.prompt, messages=TEXT), admission))
 
@@ -190,14 +236,23 @@ class _Run:
                 groups.create_task(self._roll(*await self._admitted.get()))
 
     async def _roll(self, prompt: Prompt, admission: Admission) -> None:
-        outcome, _ = await self._rollouts.roll(prompt, admission)
+        with self._span("rollout", group=admission.group, version=admission.admitted_version):
+            outcome, _ = await self._rollouts.roll(prompt, admission)
         if isinstance(outcome, DroppedGroup):
+            self._traced.expired.append(outcome)
             await self._queue.drop(
                 outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens, expired=True
             )
             self._count_ended(prompt.index)
-        elif await self._queue.put(outcome) is not None:
-            self._count_ended(prompt.index)
+        elif self._failures.random() < self._description.interruptions.failed:
+            self._traced.failed.append(outcome)
+            await self._queue.drop(
+                outcome.group, reason="failed", segments=outcome.num_segments, tokens=outcome.num_tokens
+            )
+        else:
+            self._ready[outcome.group] = asyncio.get_running_loop().time()
+            if await self._queue.put(outcome) is not None:
+                self._count_ended(prompt.index)
 
     async def _expire(self) -> None:
         known: set[int] = set()
@@ -213,13 +268,48 @@ class _Run:
             if step == skipped:
                 self._begin()
             started = loop.time()
-            batch = await self._queue.take()
+            with self._span("wait", step=step + 1):
+                batch = await self._queue.take()
             self._now.waited += loop.time() - started
-            await self._train_on(batch, step + 1)
-            await asyncio.sleep(rates.export_s)
-            await self._queue.publish(step + 1, update=step + 1)
-            await self._updates.put(WeightUpdate(path=Path(), weights=WeightVersion(step + 1, str(step + 1))))
+            for group in batch.groups:
+                ready = self._ready.pop(group.group)
+                self._traced.spans.append(TracedSpan("controller", "queue", ready, loop.time(), {"group": group.group}))
+            self._traced.batches.append(batch)
+            with self._span("train", step=step + 1, groups=[group.group for group in batch.groups]):
+                await self._train_on(batch, step + 1)
+            if (step + 1) % self._description.publish.every == 0:
+                with self._span("export"):
+                    await asyncio.sleep(rates.export_s)
+                await self._queue.publish(step + 1, update=step + 1)
+                await self._updates.put(WeightUpdate(path=Path(), weights=WeightVersion(step + 1, str(step + 1))))
+            await self._interrupt(step + 1)
         self._mark()
+
+    async def _interrupt(self, step: int) -> None:
+        """Start a validation and make a checkpoint after a step, if they are due."""
+        interruptions = self._description.interruptions
+        validates = interruptions.validation_trajectories and step % interruptions.validation_every == 0
+        if validates and (self._validation is None or self._validation.done()):
+            self._validation = asyncio.create_task(self._validate(step))
+        if interruptions.checkpoint_s and step % interruptions.checkpoint_every == 0:
+            with self._span("checkpoint"):
+                await asyncio.sleep(interruptions.checkpoint_s)
+
+    async def _validate(self, step: int) -> None:
+        trajectories = self._description.interruptions.validation_trajectories
+        with self._span("validate", step=step):
+            await self._worker.roll_held_out(max(1, round(trajectories / self._scale.groups_of)), number=step)
+
+    @contextlib.contextmanager
+    def _span(self, kind: str, **args: Any) -> Generator[None]:
+        """Trace the time in the context, unless it is none."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            yield
+        finally:
+            if loop.time() > started:
+                self._traced.spans.append(TracedSpan("controller", kind, started, loop.time(), args))
 
     async def _train_on(self, batch: Batch, step: int) -> None:
         rates, tokens = self._description.rates, sum(t.length for g in batch.groups for t in g.trajectories)
@@ -260,8 +350,9 @@ class _Run:
     async def _publish(self) -> None:
         while True:
             update = await self._updates.get()
-            await asyncio.sleep(self._description.rates.transfer_s)
-            await self._publisher.publish(update)
+            with self._span("publish", version=update.weights.version):
+                await asyncio.sleep(self._description.rates.transfer_s)
+                await self._publisher.publish(update)
             await self._queue.loaded(update.weights.version)
 
     # ---- figures
@@ -314,7 +405,7 @@ class _Run:
             / (self._ended_tokens / self._ended_trajectories),
             open_share=open_s / seconds,
             open_tokens_per_s=cluster * sampled / open_s,
-            sync_bytes_per_s=rates.model_bytes * self._num_replicas * steps / seconds,
+            sync_bytes_per_s=rates.model_bytes * self._num_replicas * steps / seconds / self._description.publish.every,
             rollout_bytes_per_s=cluster * workload.bytes_per_token * sampled / seconds,
         )
 

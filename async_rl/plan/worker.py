@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.plan.description import Workload
-from async_rl.plan.replica import Decode
+from async_rl.plan.replica import Decode, TracedSpan
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, WorkerEvent
@@ -70,7 +70,7 @@ class GroupLengths:
 
 
 class PlannedWorker:
-    """See `async_rl.rollout.worker.RolloutWorker`."""
+    """See `async_rl.rollout.worker.RolloutWorker`. `spans` gets tools, requests and trajectories."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class PlannedWorker:
         lengths: GroupLengths,
         seed: int,
         on_open: Callable[[int], None],
+        spans: list[TracedSpan],
     ) -> None:
         self.name = "worker-0"
         self._pool = pool
@@ -89,6 +90,7 @@ class PlannedWorker:
         self._lengths = lengths
         self._draw = np.random.default_rng(seed)
         self._on_open = on_open
+        self._spans = spans
         self._rolls: dict[int, tuple[asyncio.Task[object], list[list[Span]]]] = {}
         self._given_up: dict[int, str] = {}
 
@@ -102,7 +104,7 @@ class PlannedWorker:
         self._rolls[group] = task, spans
         self._on_open(len(lengths))
         try:
-            rolled = [self._trajectory(f"{group}/{n}", int(t), spans[n]) for n, t in enumerate(lengths)]
+            rolled = [self._trajectory(int(t), spans[n], group=group, number=n) for n, t in enumerate(lengths)]
             trajectories = await asyncio.gather(*rolled)
         except asyncio.CancelledError:
             if group not in self._given_up:
@@ -122,19 +124,36 @@ class PlannedWorker:
             del self._rolls[group]
         return RolledGroup(outcome=outcome, generated=sum(t for each in spans for _, t in each)), None
 
-    async def _trajectory(self, name: str, length: int, spans: list[Span]) -> TrajectoryHead:
-        workload, requests = self._workload, 0
+    async def roll_held_out(self, trajectories: int, *, number: int) -> None:
+        """Roll out trajectories of a validation, which no batch has."""
+        lengths = np.maximum(self._workload.lengths.sample(self._draw, (trajectories,)), self._workload.turns)
+        name = -number  # of no group, so that it is not traced, as in a run
+        await asyncio.gather(*(self._trajectory(int(t), [], group=name, number=n) for n, t in enumerate(lengths)))
+
+    async def _trajectory(self, length: int, spans: list[Span], *, group: int, number: int) -> TrajectoryHead:
+        workload, requests, loop = self._workload, 0, asyncio.get_running_loop()
+        name, started = f"{group}/{number}", loop.time()
+        place = {"group": group, "trajectory": number}
+
+        def trace(kind: str, since: float, **args: Any) -> None:
+            if group >= 0:
+                self._spans.append(TracedSpan(self.name, kind, since, loop.time(), place | args))
+
         for turn in range(workload.turns):
             if turn:
                 await self._gate.passed()
+                called = loop.time()
                 await asyncio.sleep(float(workload.tool_s.sample(self._draw, ())))
+                trace("tool", called, name="tool")
             until = length * (turn + 1) // workload.turns
             while (done := sum(tokens for _, tokens in spans)) < until:
                 context = workload.prompt_tokens + done
                 decode = Decode(f"{name}/{requests}", session=name, tokens=until - done, context=context)
-                requests += 1
+                requests, called = requests + 1, loop.time()
                 await self._router.generate(cast(GenerateRequest, decode))
                 spans += decode.spans
+                trace("generate", called, replica=decode.replica, tokens=decode.sampled, aborted=decode.aborted)
+        trace("trajectory", started)
         total = int(workload.prompt_tokens) + length
         return TrajectoryHead(
             length=total,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.plan import simulation
-from async_rl.plan.description import Cluster, Description, Distribution, Publish, Rates, Workload
+from async_rl.plan.description import Cluster, Description, Distribution, Interruptions, Publish, Rates, Workload
 from async_rl.plan.planner import make_plan, s_max
 from async_rl.plan.simulation import simulate, simulate_synchronous
 from message_queue.staleness import StalenessConfig
@@ -17,7 +17,17 @@ CLOSE = 0.05
 
 
 def describe(
-    *, bound=1, policy="wait", lengths=None, groups=8, group=4, cluster=None, publish=None, workload=None, **rates
+    *,
+    bound=1,
+    policy="wait",
+    lengths=None,
+    groups=8,
+    group=4,
+    cluster=None,
+    publish=None,
+    workload=None,
+    interruptions=None,
+    **rates,
 ):
     """4 GPUs for 4 replicas and 4 for the trainer; 32 trajectories of 100 tokens; a token takes 0.01 s."""
     return Description(
@@ -31,6 +41,7 @@ def describe(
         rates=Rates(**{"decode_s": 0.01} | rates),
         publish=Publish(**(publish or {})),
         staleness=StalenessConfig(max_staleness=bound, policy=policy),
+        interruptions=Interruptions(**(interruptions or {})),
     )
 
 
@@ -68,6 +79,21 @@ def test_step_at_the_limit_of_the_trainer_with_the_staleness_of_the_bound():
     assert simulate(shared, steps=20).step_s == pytest.approx(6, rel=CLOSE)
     # decoding of 1 s takes 2 s, in which the trainer does 1 s of its work
     assert simulate(describe(shared_speed=0.5, train_s=3.0), steps=6).step_s == pytest.approx(4, rel=CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("interruptions", "changes", "step_s"),
+    [
+        ({"checkpoint_every": 2, "checkpoint_s": 1.0}, {"train_s": 3.0}, 3.5),
+        ({}, {"train_s": 3.0, "export_s": 1.0, "bound": 3, "publish": {"every": 2}}, 3.5),
+        ({"slow_replica": 5.0}, {"bound": 0}, 5.0),
+        ({"failed": 0.5}, {"bound": 3, "groups": 256, "group": 1, "max_running": 4}, 2 * 16),
+        ({"validation_trajectories": 32}, {"max_running": 8, "bound": 0}, 2.0),
+    ],
+)
+def test_interruptions_make_a_step_longer(interruptions, changes, step_s):
+    seen = simulate(describe(interruptions=interruptions, **changes), steps=12)
+    assert seen.step_s == pytest.approx(step_s, rel=CLOSE)
 
 
 def test_step_at_the_limit_of_the_replicas():

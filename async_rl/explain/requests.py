@@ -1,0 +1,336 @@
+"""Requests of a run: the decode step that fits them, slow replicas, and the parts of a request.
+
+`division.py` says what the parts mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.explain.records import Records, Span
+from async_rl.plan.measured import between, fit_decode_step, open_counts
+
+Floats = NDArray[np.float64]
+SLOW = 1.3  # seconds per token of a slow replica, over those of the others
+USUAL = 0.9  # quantile of the lengths above which a trajectory is long
+TRIMS = 3
+LEAST_REQUESTS = 20  # of a fit
+
+
+def trained_groups(records: Records) -> Mapping[int, Sequence[int]]:
+    """Last train step of each batch -> its groups."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for group, record in records.ledger.items():
+        if record["outcome"] == "trained":
+            found[record["train_step"]].append(group)
+    for span in records.of("train"):
+        groups = span.args.get("groups")
+        if isinstance(groups, list):
+            found[span.args["step"]] = groups
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Requests of a replica over time."""
+
+    grid: Floats
+    """[T], seconds."""
+    counts: Floats
+    """[T - 1], requests from each time to the next."""
+
+    def mean(self, span: Span) -> float:
+        """Mean over a span."""
+        at, took = np.array([span.start]), np.array([span.seconds])
+        return float(between(self.grid, self.counts, at, took)[0]) / span.seconds if span.seconds else 0.0
+
+
+class RequestModel:
+    """See the module.
+
+    Attributes:
+        decode_s: a, seconds of a decode step without requests.
+        decode_s_per_request: b, seconds that each request adds.
+        slow: replica -> its seconds per token over those of the others, if they are at least SLOW.
+        max_running: requests that a replica decodes at a time.
+        running: mean of the requests of a replica while it has any.
+        turns: mean of the turns of a trajectory.
+        tool_calls: mean of its calls.
+        prefill_tokens_per_s: of a replica, from what aborted requests take longer; infinite if they do not.
+    """
+
+    def __init__(self, records: Records) -> None:
+        requests = [s for s in records.of("generate") if s.seconds > 0 and s.args["replica"]]  # "" if it has no answer
+        requests += _held_out_requests(records, [str(s.args.get("replica")) for s in requests])
+        self.max_running = int(records.config["engine"].get("max_num_seqs", 256))
+        rollout = records.config["rollout"]
+        self._recomputes = rollout["on_update"] == "keep" and rollout["kv"] == "recompute"
+        groups = {span.args.get("group") for span in records.of("rollout")}
+        self._pauses: dict[str, list[Span]] = defaultdict(list)
+        for span in records.of("pause"):
+            self._pauses[span.process].append(span)
+        self._of_trajectory: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+        for span in sorted((*requests, *records.of("tool"), *records.of("reward")), key=lambda s: s.start):
+            if span.args.get("group") in groups:
+                self._of_trajectory[span.args["group"]][span.args.get("trajectory", 0)].append(span)
+        self._all = _counts(requests)
+        self._tokens = Counter[str]()
+        for span in requests:
+            self._tokens[str(span.args.get("replica"))] += span.args["tokens"]
+        self._held_out = _counts([s for s in requests if s.args.get("group") not in groups])
+        self._own = [s for s in requests if s.args.get("group") in groups]
+        lengths = [_sampled(spans) for group in self._of_trajectory.values() for spans in group.values()]
+        self._usual_tokens = float(np.quantile(lengths, USUAL)) if lengths else 0.0
+        self.running = _mean_running(self._all)
+        self.slow: dict[str, float] = {}
+        self.decode_s, self.decode_s_per_request = self._fit(self._first_segments())
+        self._find_slow()
+        self._correct_by_continued()
+        trajectories = [spans for group in self._of_trajectory.values() for spans in group.values()]
+        self.turns = float(np.mean([_turns(spans) for spans in trajectories])) if trajectories else 1.0
+        calls = [sum(span.kind == "tool" for span in spans) for spans in trajectories]
+        self.tool_calls = float(np.mean(calls)) if calls else 0.0
+        self.prefill_tokens_per_s = self._prefill(trajectories)
+
+    def critical(self, group: int) -> Sequence[Span] | None:
+        """Requests, tools and rewards of the trajectory of a group that ended last."""
+        found = self._of_trajectory.get(group)
+        return None if not found else max(found.values(), key=lambda spans: spans[-1].end)
+
+    def longer_than_usual(self, spans: Sequence[Span]) -> float:
+        """Part of a trajectory's tokens by which it is longer than nine tenths of all."""
+        return max(0.0, 1 - self._usual_tokens / max(1.0, _sampled(spans)))
+
+    def parts(self, span: Span, *, aborted: bool) -> dict[str, float]:
+        """Causes of the seconds of a request, and `latency`; they add up to its duration.
+
+        Args:
+            aborted: whether the trajectory's request before was aborted.
+        """
+        replica, tokens = str(span.args.get("replica")), span.args["tokens"]
+        paused = self._paused(span)
+        spent, running = self._spent(span), self._all[replica].mean(span)
+        held_out = self._held_out[replica].mean(span) if replica in self._held_out else 0.0
+        latency, shared = tokens * self.decode_s, tokens * self.decode_s_per_request * running
+        slower = (latency + shared) * (self.slow.get(replica, 1.0) - 1)
+        rest = spent - latency - shared - slower
+        if rest < 0:
+            scale = spent / (latency + shared + slower)
+            latency, shared, slower, rest = latency * scale, shared * scale, slower * scale, 0.0
+        of_validation = held_out / running if running else 0.0
+        found = {"publish": paused, "latency": latency, "replica": slower}
+        found["engines"] = shared * (1 - of_validation)
+        found["validation"] = shared * of_validation
+        if running > self.max_running:
+            found["slots"] = rest * (1 - of_validation)
+            found["validation"] += rest * of_validation
+        else:
+            cause = self._reason_of_rest(span, paused=paused, aborted=aborted)
+            found[cause] = found.get(cause, 0.0) + rest
+        return found
+
+    def _reason_of_rest(self, span: Span, *, paused: float, aborted: bool) -> str:
+        """Cause of the time that the decode steps of a request do not explain."""
+        return "repeat" if aborted or (paused and self._recomputes) else "engines"
+
+    def _expected(self, span: Span, decode_s: float, per_request_s: float) -> float:
+        """Seconds of a request by the decode steps alone, on a replica that is not slow."""
+        running = self._all[str(span.args.get("replica"))].mean(span)
+        step_s = decode_s + per_request_s * min(running, self.max_running)
+        return span.args["tokens"] * step_s * max(1.0, running / self.max_running)
+
+    def _spent(self, span: Span) -> float:
+        return max(0.0, span.seconds - self._paused(span))
+
+    def _paused(self, span: Span) -> float:
+        return sum(pause.overlap(span.start, span.end) for pause in self._pauses[str(span.args.get("replica"))])
+
+    def _first_segments(self) -> list[Span]:
+        """Requests that no abort and no pause made longer, if there are enough; otherwise all."""
+        found = list[Span]()
+        for group in self._of_trajectory.values():
+            for spans in group.values():
+                aborted = False
+                for span in spans:
+                    if span.kind == "generate":
+                        found += [] if aborted or self._paused(span) or not span.args["tokens"] else [span]
+                        aborted = bool(span.args.get("aborted"))
+        return found if len(found) >= LEAST_REQUESTS else [span for span in self._own if span.args["tokens"]]
+
+    def _fit(self, requests: Sequence[Span]) -> tuple[float, float]:
+        """a and b over all replicas, whose times are laid one after the other.
+
+        Prefills only make requests longer, so it is fitted again to the half that is fastest by the fit. If requests
+        queue for a slot, their times say less than the tokens of all, which then give the level.
+        """
+        if not requests:
+            return 0.0, 0.0
+        if self.running > self.max_running:
+            return self._at_level(*self._fit_all(requests))
+        kept = list(requests)
+        for _ in range(TRIMS):
+            found = self._fit_all(kept)
+            if len(requests) < 2 * LEAST_REQUESTS:
+                break
+            over = [self._spent(span) / max(1e-12, self._expected(span, *found)) for span in requests]
+            middle = float(np.median(over))
+            kept = [span for span, each in zip(requests, over, strict=True) if each <= middle]
+        return self._fit_all(kept)
+
+    def _at_level(self, decode_s: float, per_request_s: float) -> tuple[float, float]:
+        """a and b in the proportion given, with which the replicas decode as many tokens as they did."""
+        tokens = expected = 0.0
+        for name, each in self._all.items():
+            running = np.minimum(each.counts, self.max_running)
+            seconds = np.diff(each.grid)
+            paused = sum(pause.overlap(each.grid[0], each.grid[-1]) for pause in self._pauses[name])
+            decoding = 1 - paused / max(1e-9, seconds.sum())
+            expected += decoding * float((seconds * running / (decode_s + per_request_s * running + 1e-12)).sum())
+            tokens += self._tokens[name]
+        return decode_s * expected / tokens, per_request_s * expected / tokens
+
+    def _fit_all(self, requests: Sequence[Span]) -> tuple[float, float]:
+        length = max(s.end for s in requests) + 1
+        place = {name: number * length for number, name in enumerate(self._all)}
+        grids = [(each.grid + place[name], [*each.counts, 0.0]) for name, each in self._all.items()]
+        at = np.array([s.start + place[str(s.args.get("replica"))] for s in requests])
+        return fit_decode_step(
+            np.array([s.args["tokens"] for s in requests], np.float64),
+            np.array([self._spent(s) for s in requests]),
+            at=at,
+            took=np.array([s.seconds for s in requests]),
+            grid=np.concatenate([grid for grid, _ in grids]),
+            running=np.concatenate([counts for _, counts in grids])[:-1].astype(np.float64),
+            max_running=self.max_running,
+        )
+
+    def _correct_by_continued(self) -> None:
+        """Lower a and b if the requests that continue aborted ones show that prefills made all requests longer.
+
+        A continued request waits for the prefill and then decodes, so its seconds are fitted with a constant.
+        """
+        spans = [span for span in self._continued() if span.args["tokens"]]
+        if len(spans) < LEAST_REQUESTS or self.running > self.max_running:
+            return
+        tokens = np.array([span.args["tokens"] for span in spans], np.float64)
+        running = np.array([self._all[str(span.args.get("replica"))].mean(span) for span in spans])
+        columns = np.stack([np.ones(len(spans)), tokens, tokens * running], axis=1)
+        _, decode_s, per_request_s = _not_negative(columns, np.array([self._spent(span) for span in spans]))
+        mean = float(running.mean())
+        step_s = self.decode_s + self.decode_s_per_request * mean
+        scale = min(1.0, (decode_s + per_request_s * mean) / max(1e-12, step_s)) or 1.0
+        self.decode_s, self.decode_s_per_request = self.decode_s * scale, self.decode_s_per_request * scale
+
+    def _continued(self) -> Iterator[Span]:
+        """Requests that continue an aborted one."""
+        for group in self._of_trajectory.values():
+            for spans in group.values():
+                requests = [span for span in spans if span.kind == "generate"]
+                yield from (span for before, span in pairwise(requests) if before.args.get("aborted"))
+
+    def _find_slow(self) -> None:
+        """Compare each replica with the others, and fit the decode step without the slow ones."""
+        levels = self._levels()
+        for name, level in levels.items():
+            others = [other for each, other in levels.items() if each != name]
+            if others and level > SLOW * float(np.median(others)):
+                self.slow[name] = level / float(np.median(others))
+        if not self.slow:
+            return
+        fast = [s for s in self._first_segments() if str(s.args.get("replica")) not in self.slow]
+        if len(fast) >= LEAST_REQUESTS:
+            self.decode_s, self.decode_s_per_request = self._fit(fast)
+            levels = self._levels()
+            self.slow = {name: max(1.0, levels[name]) for name in self.slow}
+
+    def _prefill(self, trajectories: Sequence[Sequence[Span]]) -> float:
+        """Tokens per second at which the sampled tokens of aborted requests would be prefilled again.
+
+        A continuation waits for the prefill of all requests of its replica; the tokens of prompts are not known, so
+        they make the rate lower.
+        """
+        tokens = waited = 0.0
+        for spans in trajectories:
+            sampled, aborted = 0, False
+            for span in spans:
+                if span.kind == "generate":
+                    if aborted:
+                        waited += self.parts(span, aborted=True).get("repeat", 0.0)
+                        tokens += sampled * self._all[str(span.args.get("replica"))].mean(span)
+                    sampled, aborted = sampled + span.args["tokens"], bool(span.args.get("aborted"))
+        return tokens / waited if tokens and waited else math.inf
+
+    def _levels(self) -> dict[str, float]:
+        """Replica -> seconds of its requests over those of the decode steps, if it has enough requests."""
+        spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        for span in self._first_segments():
+            expected = self._expected(span, self.decode_s, self.decode_s_per_request)
+            spent[str(span.args.get("replica"))].append((self._spent(span), expected))
+        return {
+            name: sum(s for s, _ in each) / max(1e-12, sum(e for _, e in each))
+            for name, each in spent.items()
+            if len(each) >= LEAST_REQUESTS // 2
+        }
+
+
+def _not_negative(columns: Floats, values: Floats) -> Floats:
+    """Least squares with coefficients >= 0, over all subsets of the columns."""
+    best, least = np.zeros(columns.shape[1]), math.inf
+    for chosen in product((False, True), repeat=columns.shape[1]):
+        found = np.zeros(columns.shape[1])
+        found[list(chosen)] = np.linalg.lstsq(columns[:, chosen], values, rcond=None)[0]
+        error = float(((columns @ found - values) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return best
+
+
+def _held_out_requests(records: Records, replicas: Sequence[str]) -> list[Span]:
+    """Requests of validations, which a trace does not have: spread over the replicas, with ends at equal distances."""
+    validation, names = records.config.get("validation", {}), sorted(set(replicas))
+    count = validation.get("prompts", 0) * validation.get("samples", 1)
+    tokens = [sum(t for _, t in spans) for of in records.batches.values() for g in of for spans in g["spans"]]
+    mean = float(np.mean(tokens)) if tokens else 0.0
+    return [
+        Span(
+            process="",
+            kind="generate",
+            start=span.start,
+            end=span.start + span.seconds * (number + 1) / count,
+            args={"replica": names[number % len(names)], "tokens": mean},
+        )
+        for span in records.of("validate")
+        for number in range(count if names else 0)
+    ]
+
+
+def _turns(spans: Sequence[Span]) -> int:
+    """Requests that do not continue an aborted one."""
+    requests = [span for span in spans if span.kind == "generate"]
+    return len(requests) - sum(bool(span.args.get("aborted")) for span in requests)
+
+
+def _sampled(spans: Sequence[Span]) -> int:
+    return sum(span.args["tokens"] for span in spans if span.kind == "generate")
+
+
+def _counts(requests: Sequence[Span]) -> dict[str, _Counts]:
+    of_replica: dict[str, list[Span]] = defaultdict(list)
+    for span in requests:
+        of_replica[str(span.args.get("replica"))].append(span)
+    return {
+        name: _Counts(*open_counts(np.array([s.start for s in spans]), np.array([s.end for s in spans])))
+        for name, spans in sorted(of_replica.items())
+    }
+
+
+def _mean_running(counts: Mapping[str, _Counts]) -> float:
+    open_s = sum(float(np.diff(each.grid)[each.counts > 0].sum()) for each in counts.values())
+    return sum(float(np.diff(each.grid) @ each.counts) for each in counts.values()) / open_s if open_s else 0.0
