@@ -192,10 +192,11 @@ class Results:
         """The axis from left to right."""
         return next(iter(self.cells[0].labels))
 
-    def control_of(self, cell: CellResult) -> CellResult:
-        """The synchronous run that differs from `cell` in the first axis alone."""
+    def speed_up(self, cell: CellResult) -> float:
+        """Trained tokens per second over those of the synchronous run with the other labels; NaN if there is none."""
         labels = {**cell.labels, self.first_axis: self.control}
-        return next(other for other in self.cells if other.labels == labels)
+        rates = [other.tokens_per_second for other in self.cells if other.labels == labels]
+        return cell.tokens_per_second / rates[0] if rates else math.nan
 
     def by_labels(self) -> list[list[CellResult]]:
         """The results of all seeds, for each combination of the other labels."""
@@ -234,7 +235,7 @@ def table(results: Results) -> Iterator[str]:
         "tokens/s": lambda cell: cell.tokens_per_second,
     }
     if results.control is not None:
-        columns["/ synchronous"] = lambda cell: cell.tokens_per_second / results.control_of(cell).tokens_per_second
+        columns["/ synchronous"] = results.speed_up
     if target is not None:
         columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
     columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in MEANS.items()}
