@@ -37,7 +37,6 @@ from functools import partial
 import numpy as np
 
 from agent_loop.loop import Prompt
-from agent_loop.timeline import OpenSpan
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
@@ -140,11 +139,10 @@ class Controller:
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
         self._num_without_spread = 0  # groups dropped for that in a row
-        self._queued: dict[int, OpenSpan] = {}  # spans of the groups that are ready
+        ready = () if restored is None else (admission.group for admission in restored.ready)
+        self._queued = {group: trace.start("queue", group=group) for group in ready}
         self._unpublished: list[int] = []  # groups trained since the last export
         self._groups_of: dict[int, list[int]] = {}  # version -> groups trained since the one before
-        for admission in () if restored is None else restored.ready:
-            self._queued[admission.group] = trace.start("queue", group=admission.group)
 
     def request_stop(self) -> None:
         """Finish the train step under way, save a checkpoint, and return from `run`."""
