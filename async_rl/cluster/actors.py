@@ -585,9 +585,12 @@ RolloutActor = _remote(max_concurrency=MAX_ROLLOUTS)(RolloutHost)
 # ---- trainer
 
 
-@_remote
+@_remote(concurrency_groups={"save": 1})
 class TrainerActor:
-    """One trainer rank in a process of its own. log: file for its output; None leaves it to Ray."""
+    """One trainer rank in a process of its own. log: file for its output; None leaves it to Ray.
+
+    Calls run one after another in one thread, and `saved` beside them.
+    """
 
     def __init__(self, *, log: Path | None = None) -> None:
         open_log(log)
@@ -666,7 +669,12 @@ class TrainerActor:
         return self._answer(lambda: self._rank.save_pretrained(folder, like=like))
 
     def save(self, directory: Path) -> tuple[None, list[TimeSpan]]:
-        return self._answer(lambda: self._rank.save(directory))
+        return self._answer(lambda: self._begin_save(directory))
+
+    @_method(concurrency_group="save")
+    def saved(self) -> tuple[None, list[TimeSpan]]:
+        with log_failure():
+            return self._written.result(), []
 
     def restore(self, directory: Path) -> tuple[None, list[TimeSpan]]:
         return self._answer(lambda: self._rank.restore(directory))
@@ -680,6 +688,9 @@ class TrainerActor:
     def _answer(self, call: Callable[[], T]) -> tuple[T, list[TimeSpan]]:
         with log_failure():
             return call(), self._rank.timeline.take()
+
+    def _begin_save(self, directory: Path) -> None:
+        self._written = self._rank.save(directory)
 
     def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
         """The plan with the content of the groups that this rank trains or records; only these are fetched."""

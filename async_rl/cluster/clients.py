@@ -249,6 +249,7 @@ class TrainerClient:
         self._trace = trace or Trace(None)
         self._planner = planner
         self._timeout_s = timeout_s
+        self._saving = Path()
         self.pids: list[int] = []
 
     @classmethod
@@ -343,13 +344,18 @@ class TrainerClient:
         await self._first("save_pretrained", lambda actor: actor.save_pretrained.remote(folder, like=like))
 
     async def save(self, directory: Path) -> None:
-        """Write the state of all ranks; return when this process sees all of it.
+        """Copy the state of all ranks, and start to write it; see TrainerRank.save."""
+        await self._first("save", lambda actor: actor.save.remote(directory))
+        self._saving = directory
+
+    async def saved(self) -> None:
+        """Return when this process sees all that the last `save` writes; other calls may run meanwhile.
 
         Raises:
             TrainerError: a rank failed, or has written to a directory that this process does not see.
         """
-        await self._first("save", lambda actor: actor.save.remote(directory))
-        await asyncio.to_thread(_require_complete, directory)
+        await self._first("saved", lambda actor: actor.saved.remote())
+        await asyncio.to_thread(_require_complete, self._saving)
 
     async def restore(self, directory: Path) -> None:
         await self._first("restore", lambda actor: actor.restore.remote(directory))

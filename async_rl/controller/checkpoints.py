@@ -8,7 +8,8 @@ checkpoints/step-000020/
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ class RunState:
 
 
 class Checkpoints:
-    """Saves and finds the checkpoints of one run directory."""
+    """Saves and finds the checkpoints of one run directory. A save that is cut short leaves the earlier ones usable."""
 
     def __init__(self, directory: Path, *, config: CheckpointConfig) -> None:
         self._directory = directory
@@ -54,32 +55,35 @@ class Checkpoints:
         """Train steps between checkpoints; 0 for only at the end or on a stop."""
         return self._config.every
 
-    async def save(self, state: RunState, *, trainer: Trainer, records: Recorder) -> Path:
-        """Write a checkpoint; one that is cut short leaves those before it usable.
-
-        Before it is there, `records` are on the disk; when this returns, it survives a loss of power.
-        """
-        final = self._directory / f"step-{state.train_step:06d}"
-        partial = partial_folder(final)
+    async def begin(self, train_step: int, *, trainer: Trainer) -> None:
+        """Begin a checkpoint of `trainer`, which may continue to train when this returns; `finish` comes next."""
+        partial = partial_folder(self._folder(train_step))
 
         def prepare() -> None:
             self.recover()
             make_folder(self._directory)
             partial.mkdir()
 
+        await asyncio.to_thread(prepare)
+        async with self._removed_on_error():
+            await trainer.save(partial / "trainer")
+
+    async def finish(self, state: RunState, *, trainer: Trainer, records: Recorder) -> Path:
+        """Complete the checkpoint that was begun, with `state` of its train step.
+
+        Before it appears, `records` are on the disk. When this returns, it survives a loss of power.
+        """
+        final = self._folder(state.train_step)
+
         def publish() -> None:
+            document = msgspec.json.encode({"format": FORMAT, "state": state})
+            (partial_folder(final) / "run.json").write_bytes(document)
             records.sync()
             publish_folder(final)
 
-        await asyncio.to_thread(prepare)
-        try:
-            await trainer.save(partial / "trainer")
-            document = msgspec.json.encode({"format": FORMAT, "state": state})
-            await asyncio.to_thread((partial / "run.json").write_bytes, document)
+        async with self._removed_on_error():
+            await trainer.saved()
             await asyncio.to_thread(publish)
-        except OSError:
-            await asyncio.to_thread(self.recover)  # a full disk has its room back
-            raise
         for old in self._finished()[: -self._config.keep]:
             await asyncio.to_thread(remove_folder, old)
         return final
@@ -96,6 +100,18 @@ class Checkpoints:
     def steps(self) -> dict[int, Path]:
         """Train step -> folder of every whole checkpoint."""
         return {int(path.name.removeprefix("step-")): path for path in self._finished()}
+
+    def _folder(self, train_step: int) -> Path:
+        return self._directory / f"step-{train_step:06d}"
+
+    @asynccontextmanager
+    async def _removed_on_error(self) -> AsyncGenerator[None]:
+        """Context that removes an unfinished checkpoint on an OSError, which frees its space on a full disk."""
+        try:
+            yield
+        except OSError:
+            await asyncio.to_thread(self.recover)
+            raise
 
     def _finished(self) -> list[Path]:
         return sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())

@@ -12,6 +12,7 @@
     train     batches of groups     gradients, versions   a batch the bound allows      rollout
     publish   versions              loaded replicas       every replica to load         train
     validate  requests              held-out success      engines                       train
+    save      copies of the state   checkpoints           the disk                      train
     expire    expired groups       cancelled rollouts    the bound (drop, recycle)     train
     watch     signs of life         lost replicas         time                          (nothing)
     workers   their reports         new workers           rollout workers               (nothing)
@@ -20,8 +21,8 @@ All but train are endless and run in the background; train is finite and is the 
 rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
 values between stages.
 
-Before them, after a restart, `catch up`: the batches that were taken after the checkpoint are trained again as they
-were, and the replicas get the weights. Then open groups continue in `rollout`.
+After a restart `catch up` comes before `feed`: the batches that were taken after the checkpoint are trained again as
+they were, and the replicas get the weights. Then open groups continue in `rollout`.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class Controller:
         self._replayed = start.train_step + replay * config.updates_per_batch
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
+        self._saves: asyncio.Queue[RunState] = asyncio.Queue(maxsize=1)
         self._validations = ValidationSchedule(
             partial(rollouts.validate, held_out, samples=config.validation_samples) if any(held_out.values()) else None,
             every=config.validate_every,
@@ -170,6 +172,7 @@ class Controller:
 
             stages: dict[str, asyncio.Task[None]] = {}
             start("workers", self._rollouts.watch)
+            start("save", self._finish_saves)
             if (restored := self._restored) is not None:
                 await run_stage("catch up", lambda: self._replay_batches(restored))
             if self._train_step == 0 and (self._restored is None or self._restored.began):
@@ -192,6 +195,7 @@ class Controller:
             await run_stage("probe", self._compare)
             await self._drain_rollouts(stages)
             await self._save()
+            await self._saves.join()
             if finished := not self._stop.is_set():
                 await self._validations.finish(self._train_step)
             for task in stages.values():
@@ -489,19 +493,30 @@ class Controller:
         require_closed(snapshot.ledger, wrong=self._rollouts.tokens.settle(records))
 
     async def _save(self) -> None:
-        """Checkpoint between two batches; nothing is taken then."""
-        cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # read first: later ones are in the snapshot
-        await self._queue.sync()
-        snapshot = await self._queue.snapshot()
+        """Begin a checkpoint between two batches, when the one before is written; nothing is taken meanwhile."""
+        with self._trace.span("checkpoint", track="train", step=self._train_step):
+            await self._saves.join()
+            cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # first: the snapshot has later ones
+            await self._queue.sync()
+            snapshot = await self._queue.snapshot()
+            await self._checkpoints.begin(self._train_step, trainer=self._trainer)
+        version = self._version
         state = RunState(
             train_step=self._train_step,
-            param_version=self._version,
-            version_updates=self._version_updates,
+            param_version=version,
+            version_updates=dict(self._version_updates),
             prompt_cursor=max([cursor, *(prompt + 1 for prompt in snapshot.prompts)]),
             unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
-            queue=replace(snapshot, version=self._version, update=self._version_updates[self._version], closed=False),
+            queue=replace(snapshot, version=version, update=self._version_updates[version], closed=False),
         )
-        with self._trace.span("checkpoint", track="train", step=self._train_step):
-            await self._checkpoints.save(state, trainer=self._trainer, records=self._recorder)
-        await self._queue.checkpointed(self._train_step)
-        await self._contents.checkpointed(self._train_step)
+        self._saves.put_nowait(state)
+
+    async def _finish_saves(self) -> None:
+        """Complete checkpoints while the trainer continues."""
+        while True:
+            state = await self._saves.get()
+            with self._trace.span("save", step=state.train_step):
+                await self._checkpoints.finish(state, trainer=self._trainer, records=self._recorder)
+            await self._queue.checkpointed(state.train_step)
+            await self._contents.checkpointed(state.train_step)
+            self._saves.task_done()

@@ -121,8 +121,8 @@ KINDS: dict[str, Kind] = {
     ),
     "worker hangs": Kind(points=(f"message/{W}",), first=(0, 100), costs="worker"),
     "queue hangs": Kind(points=("message/queue", CALL), first=(0, 200), costs="part"),
-    "trainer dies": Kind(points=("train", "export", "save"), first=(0, 6), costs="part", weight=2),
-    "trainer fails": Kind(points=("train", "export", "save"), first=(0, 6), costs="run", weight=2),
+    "trainer dies": Kind(points=("train", "export", "save", "saved"), first=(0, 6), costs="part", weight=2),
+    "trainer fails": Kind(points=("train", "export", "save", "saved"), first=(0, 6), costs="run", weight=2),
     "replica does not start": Kind(points=("start",), first=(0, 1), weight=0.5),
     "driver dies": Kind(
         points=("turn/driver", "turn/driver", *WRITES[1:], "disk/content/commit"),

@@ -65,9 +65,13 @@ class SimulatedTrainer:
         return [torch.from_numpy(batch.loss_tokens(number).logprobs) for number in range(len(batch))]
 
     async def save(self, directory: Path) -> None:
-        await self._work("save", seconds=self._world.scenario.train_s / 4)
-        directory.mkdir()  # noqa: ASYNC240 - as blocking as an instant of virtual time
-        state = {"digest": self.digest, "train_step": self.train_step}
+        await self._work("save", seconds=self._world.scenario.train_s / 16)
+        self._saving = directory, {"digest": self.digest, "train_step": self.train_step}
+
+    async def saved(self) -> None:
+        await self._work("saved", seconds=1.5 * self._world.scenario.train_s)
+        directory, state = self._saving
+        directory.mkdir()
         (directory / "state.json").write_text(json.dumps(state))
 
     async def save_pretrained(self, folder: Path, *, like: Path) -> None:

@@ -37,7 +37,7 @@ class ProcessGroups:
         device: GPU or CPU of this rank.
         coordinates: position in the groups that split rows.
         data_rank: rank in the data-parallel group, which determines the sequences.
-        data_size: size of the data-parallel group.
+        saving: group of all ranks for the thread that writes checkpoints; all others are for the thread that trains.
         is_last_stage: whether this rank has the last pipeline stage, which computes logits.
 
     Raises:
@@ -66,6 +66,8 @@ class ProcessGroups:
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in layout {_layout()}; a trainer "
                 f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a separate process"
             )
+        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        self.saving = cast(dist.ProcessGroup, saving)
         self.reseed(config.seed)
         self.coordinates = Coordinates(
             tensor=parallel_state.get_tensor_model_parallel_world_size(),
@@ -95,12 +97,12 @@ class ProcessGroups:
             torch.cuda.set_rng_state(state["device"])
         _megatron_random().set_states(state["megatron"])
 
-    def gather(self, value: object) -> list[Any]:
-        """Values of all ranks, by rank. Values are pickled. Collective."""
+    def gather(self, value: object, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Values of all ranks, by rank, through `group` or the default group. Values are pickled. Collective."""
         values: list[Any] = [value]
         if dist.get_world_size() > 1:
             values *= dist.get_world_size()
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def sum_over_ranks(self, values: torch.Tensor, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> torch.Tensor:

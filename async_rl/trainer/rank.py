@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values
-from async_rl.trainer.state.checkpoint import Manifest, fields_of, load_state, read_manifest, save_state
+from async_rl.trainer.state.checkpoint import Manifest, copy_state, fields_of, load_state, read_manifest, write_state
 from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
@@ -93,6 +94,7 @@ class TrainerRank:
         self._server: VersionServer | None = None
         self._servers: list[str] | None = None  # of the node of each rank, from the first export on
         self._files = MappedFiles()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner(config=config, loss=loss)
         self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self._model)
 
@@ -245,10 +247,13 @@ class TrainerRank:
         if self._config.lora.rank:
             export_adapter(self._model, adapter_folder(folder), config=self._config.lora, start=self._start)
 
-    def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state atomically into folder `directory`.
+    def save(self, directory: Path) -> Future[None]:
+        """Copy model, optimizer, schedule and random state, and write them in a thread as folder `directory`.
 
-        The rollouts recorded so far are on the disk before.
+        The folder appears when all its files are on the disk. The rollouts recorded so far are on the disk before.
+
+        Returns:
+            Ends when the folder is written, or with OSError as below. The rank may train until then.
 
         Raises:
             OSError: the disk has no free space or is not writable; an existing checkpoint is unchanged.
@@ -266,7 +271,8 @@ class TrainerRank:
         )
         with self.timeline.span("checkpoint"):
             state = self._state(loading=False, reference=manifest.reference, random=True)
-            save_state(directory, state, manifest=manifest, ranks=self._groups)
+            shards = copy_state(directory, state, ranks=self._groups)
+        return self._writer.submit(write_state, directory, shards, manifest=manifest, ranks=self._groups)
 
     def restore(self, directory: Path) -> None:
         """Restore the state that `save` wrote, also in another parallel layout.
@@ -299,7 +305,8 @@ class TrainerRank:
             self._reference = ReferenceWeights(self._model.chunks)
 
     def close(self) -> None:
-        """Leave the process groups, when recorded rollouts are on the disk."""
+        """Leave the process groups, when recorded rollouts and the last checkpoint are on the disk."""
+        self._writer.shutdown()
         if self._recorder is not None:
             self._recorder.flush()
         if self._server is not None:

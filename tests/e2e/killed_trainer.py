@@ -21,7 +21,7 @@ def save_over(model, state, number):
     trainer.restore(state)
     trainer.train(make_batch(seed=2))
     kill_before_touch(number, state.parent)
-    trainer.save(state)
+    trainer.save(state).result()
 
 
 if __name__ == "__main__":

@@ -61,8 +61,8 @@ def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tm
         assert part.optimizer.gpu_optimizer is None
     metrics = [trainer.train(make_batch(seed=1)) for trainer in (offloaded, plain)]
     assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > OFFLOAD.clip_grad
-    offloaded.save(tmp_path / "offloaded")
-    plain.save(tmp_path / "plain")
+    offloaded.save(tmp_path / "offloaded").result()
+    plain.save(tmp_path / "plain").result()
     ours, theirs = whole_tensors(tmp_path / "offloaded"), whole_tensors(tmp_path / "plain")
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
@@ -73,8 +73,8 @@ def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tm
     plain.restore(tmp_path / "offloaded")
     ours, theirs = (trainer.train(make_batch(seed=2)) for trainer in (offloaded, plain))
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=BFLOAT16)  # of weights that may differ in the last bit
-    offloaded.save(tmp_path / "again")
-    plain.save(tmp_path / "too")
+    offloaded.save(tmp_path / "again").result()
+    plain.save(tmp_path / "too").result()
     ours, theirs = whole_tensors(tmp_path / "again"), whole_tensors(tmp_path / "too")
     for key, tensor in theirs.items():
         assert_near(ours[key], tensor, bound=BFLOAT16 * tensor.abs().max().item())

@@ -101,7 +101,7 @@ def test_the_balance_loss_does_not_see_padding(checkpoint):
 def test_resetting_the_optimizer_forgets_moments_and_schedule(checkpoint, tmp_path):
     used, fresh = start_trainer(checkpoint, optimizer=ADAM), start_trainer(checkpoint, optimizer=ADAM)
     used.train(make_batch(seed=1))
-    used.save(tmp_path / "state")
+    used.save(tmp_path / "state").result()
     fresh.restore(tmp_path / "state")
     other = OptimizerConfig(lr=1e-3)
     used.reset_optimizer(other)
@@ -160,7 +160,7 @@ def test_the_reference_of_kl_stays_at_the_start_until_the_optimizer_is_reset(che
     batch["advantages"] = torch.zeros(6)
     trainer.train_supervised(make_supervised_batch())
     away = trainer.train(batch)["loss"]
-    trainer.save(tmp_path / "state")
+    trainer.save(tmp_path / "state").result()
     other = start_trainer(checkpoint, loss=loss, optimizer=adam, router_replay="none")
     other.restore(tmp_path / "state")
     assert other.train(batch) == trainer.train(batch)

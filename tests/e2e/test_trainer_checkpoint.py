@@ -5,11 +5,13 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.state import checkpoint as checkpoint_module
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
@@ -28,7 +30,7 @@ def saved(checkpoint, tmp_path_factory):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
     trainer.train(make_batch(seed=1))
     folder = tmp_path_factory.mktemp("saved") / "state"
-    trainer.save(folder)
+    trainer.save(folder).result()
     return trainer, folder
 
 
@@ -40,8 +42,8 @@ def assert_same_future(ours, theirs, folder):
     """The next two steps report the same and end in the same state."""
     for seed in (3, 4):
         assert str(ours.train(make_batch(seed=seed))) == str(theirs.train(make_batch(seed=seed)))  # nan is nan
-    ours.save(folder / "ours")
-    theirs.save(folder / "theirs")
+    ours.save(folder / "ours").result()
+    theirs.save(folder / "theirs").result()
     assert same(whole_tensors(folder / "ours"), whole_tensors(folder / "theirs"))
 
 
@@ -105,6 +107,22 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path, field, config
         start_trainer(model, **settings).restore(saved[1])
 
 
+def test_steps_during_a_save_do_not_change_what_is_written(checkpoint, tmp_path, monkeypatch):
+    trainer = start_trainer(checkpoint, optimizer=ADAM)
+    trainer.train(make_batch(seed=1))
+    trainer.save(tmp_path / "at once").result()
+    may_write = threading.Event()
+    write = checkpoint_module.write_shards
+    monkeypatch.setattr(checkpoint_module, "write_shards", lambda *a, **of: may_write.wait() and write(*a, **of))
+    written = trainer.save(tmp_path / "later")
+    trainer.train(make_batch(seed=5))
+    may_write.set()
+    written.result()
+    assert same(whole_tensors(tmp_path / "at once"), whole_tensors(tmp_path / "later"))
+    trainer.save(tmp_path / "after").result()
+    assert not same(whole_tensors(tmp_path / "later"), whole_tensors(tmp_path / "after"))
+
+
 def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
     trainer, folder = saved
     shutil.copytree(folder, tmp_path / "state")
@@ -112,7 +130,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with pytest.raises(OSError, match="checkpoint"):
-            trainer.save(tmp_path / "state")
+            trainer.save(tmp_path / "state").result()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
@@ -122,7 +140,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
 def test_a_folder_that_cannot_be_made_is_named(saved, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file/state"):
-        saved[0].save(tmp_path / "file" / "state")
+        saved[0].save(tmp_path / "file" / "state").result()
 
 
 def test_a_killed_save_leaves_the_old_state_or_the_new_one(checkpoint, saved, tmp_path):
@@ -158,7 +176,7 @@ def test_a_restored_trainer_continues_bit_for_bit(checkpoint, tmp_path, settings
     first = start_trainer(checkpoint, optimizer=ADAM, **settings)
     first.train(make_batch(seed=1))
     first.train_supervised(make_supervised_batch(seed=2))
-    first.save(tmp_path / "state")
+    first.save(tmp_path / "state").result()
     second = start_trainer(checkpoint, optimizer=ADAM, **settings)
     second.restore(tmp_path / "state")
     assert_same_future(second, first, tmp_path)
@@ -166,7 +184,7 @@ def test_a_restored_trainer_continues_bit_for_bit(checkpoint, tmp_path, settings
 
 def test_a_trainer_that_has_made_no_step_is_saved_too(checkpoint, tmp_path):
     first, second = (start_trainer(checkpoint, optimizer=ADAM) for _ in range(2))
-    first.save(tmp_path / "state")
+    first.save(tmp_path / "state").result()
     second.restore(tmp_path / "state")
     third = start_trainer(checkpoint, optimizer=ADAM)
     assert_same_future(second, third, tmp_path)
@@ -178,7 +196,7 @@ def test_updates_without_tokens_count_for_the_rate_and_not_for_adam(checkpoint, 
     first = start_trainer(checkpoint, optimizer=ADAM)
     for batch in (nothing, make_batch(seed=1), nothing):
         first.train(batch)
-    first.save(tmp_path / "state")
+    first.save(tmp_path / "state").result()
     manifest = json.loads((tmp_path / "state" / "trainer.json").read_text())["manifest"]
     assert (manifest["updates"], manifest["steps"]) == (3, 1)
     second = start_trainer(checkpoint, optimizer=ADAM)

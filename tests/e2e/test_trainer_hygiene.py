@@ -19,7 +19,7 @@ pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 def state_after_a_step(trainer, folder, batch=None):
     metrics = trainer.train(make_batch(seed=1) if batch is None else batch)
-    trainer.save(folder)
+    trainer.save(folder).result()
     return metrics, whole_tensors(folder)
 
 
@@ -44,7 +44,7 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, split):
     model = save_checkpoint(config, tmp_path / "model", seed=3, vectors=True)
     adam = OptimizerConfig(lr=0.1, weight_decay=0.5)
     trainer = start_trainer(model, optimizer=adam, distributed_optimizer=split, router_replay="none")
-    trainer.save(tmp_path / "before")
+    trainer.save(tmp_path / "before").result()
     batch = make_batch(routed=False)
     batch["advantages"] = torch.zeros(6)
     _, after = state_after_a_step(trainer, tmp_path / "after", batch)
@@ -60,7 +60,7 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, split):
 def test_updates_too_small_for_bfloat16_are_kept_in_float32(checkpoint, tmp_path):
     adam = OptimizerConfig(lr=1e-6)
     trainer = start_trainer(checkpoint, optimizer=adam, dtype="bfloat16")
-    trainer.save(tmp_path / "before")
+    trainer.save(tmp_path / "before").result()
     before = whole_tensors(tmp_path / "before")
     _, after = state_after_a_step(trainer, tmp_path / "after")
     name = "decoder.layers.1.self_attention.linear_proj.weight"

@@ -84,7 +84,7 @@ def test_models_of_both_specs_hold_and_give_the_same(pair, tmp_path):
 
     # A checkpoint of the one is continued by the other.
     for number, (one, other) in enumerate(((fused, local), (local, fused)), start=2):
-        one.save(tmp_path / "state")
+        one.save(tmp_path / "state").result()
         one.train(batch)
         other.restore(tmp_path / "state")
         other.train(batch)

@@ -212,7 +212,7 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_exactly(model, dtype, d
     }
     trainer = model.start(**settings)
     trainer.train(model.batch(seed=1))
-    trainer.save(tmp_path / "state")
+    trainer.save(tmp_path / "state").result()
     other = model.start(spread=False, **settings)
     other.restore(tmp_path / "state")
     for seed in (2, 3):
@@ -239,14 +239,14 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_exactly(model, dtype, d
     ids=str,
 )
 def test_a_checkpoint_of_other_adapters_is_refused(model, lora, field, tmp_path):
-    model.start().save(tmp_path / "state")
+    model.start().save(tmp_path / "state").result()
     with pytest.raises(TrainerCheckpointError, match=field):
         start_trainer(model.checkpoint, lora=lora, router_replay="none").restore(tmp_path / "state")
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_adapters_of_another_start_checkpoint_are_refused(model, tmp_path):
-    model.start().save(tmp_path / "state")
+    model.start().save(tmp_path / "state").result()
     other = tiny_models.save_checkpoint(MODELS["qwen3"](), tmp_path / "model", seed=2, vectors=True)
     with pytest.raises(TrainerCheckpointError, match="start checkpoint"):
         start_trainer(other, lora=LORA, router_replay="none").restore(tmp_path / "state")

@@ -199,7 +199,7 @@ def test_two_micro_batches_exist_at_a_time_however_many_there_are(checkpoint, ba
 def test_a_kill_between_mini_batches_leaves_no_part_of_the_batch(checkpoint, batch, tmp_path):
     options = {"loss": LOSSES["decoupled_ppo"], "optimizer": ADAM, "updates_per_batch": 4}
     whole, killed, after = (start_trainer(checkpoint, **options) for _ in range(3))
-    killed.save(tmp_path / "checkpoint")
+    killed.save(tmp_path / "checkpoint").result()
     step, made = killed._optimizer.step, []
 
     def dies():

@@ -113,7 +113,7 @@ def record(checkpoint, directory, batch):
     trainer = start_trainer(checkpoint, recorder=recorder, **OPTIONS)
     before = trainer.logprobs(batch)
     metrics = trainer.train(batch)
-    trainer.save(directory / "state")  # waits for the file
+    trainer.save(directory / "state").result()  # waits for the file
     ((step, table),) = read_steps(directory)
     assert step == UPDATE + 2
     return metrics, table.to_pylist(), before
@@ -216,7 +216,7 @@ def test_recorded_advantages_have_the_kl_of_the_reward(checkpoint, tmp_path):
     trainer.train(batch)
     kl = [(p - r).double().numpy() for p, r in zip(trainer.logprobs(batch), reference, strict=True)]
     metrics = trainer.train(batch)
-    trainer.save(tmp_path / "state")
+    trainer.save(tmp_path / "state").result()
     ((_, table),) = read_steps(tmp_path)
     rows = [row for row in table.to_pylist() if row["advantage"] is not None]
     assert len(rows) == len(kl) == 8 and all("no_spread" not in row["effect"] for row in rows)
@@ -249,7 +249,7 @@ def test_recording_on_a_disk_that_refuses_stops_the_next_step_or_save(checkpoint
     batch = prepared(groups())
     trainer.train(batch)
     with pytest.raises(RecordingError, match=r"rollout\.record\.steps"):
-        trainer.save(tmp_path / "state")
+        trainer.save(tmp_path / "state").result()
     trainer.train(batch)
     with pytest.raises(RecordingError, match="train step 12"):
         trainer.train(batch)

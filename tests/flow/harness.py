@@ -108,6 +108,7 @@ class FakeTrainer:
     """Records its batches and exports. step_s: seconds of one train call on the event loop's clock.
 
     wrong_about: version whose tokens it scores differently from the engine. held: version that it scores by.
+    saves_slowly: whether no checkpoint is written before three batches are trained.
     """
 
     step_s: float = 0.0
@@ -118,6 +119,7 @@ class FakeTrainer:
     batches: list = field(default_factory=list)
     exported: list[int] = field(default_factory=list)
     three_done: asyncio.Event = field(default_factory=asyncio.Event)
+    saves_slowly: bool = False
 
     async def train(self, batch):
         await asyncio.sleep(self.step_s)
@@ -141,7 +143,12 @@ class FakeTrainer:
         return [torch.from_numpy(batch.loss_tokens(number).logprobs) - wrong for number in range(len(batch))]
 
     async def save(self, directory):
-        directory.mkdir()
+        self.saving = directory
+
+    async def saved(self):
+        if self.saves_slowly:
+            await self.three_done.wait()
+        self.saving.mkdir()
 
 
 class Loop:

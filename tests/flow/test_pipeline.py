@@ -180,6 +180,15 @@ async def test_stopped_run_continues_from_its_checkpoint_without_a_journal(tmp_p
     assert second.lines("ledger.jsonl")[-1]["error"] == 0
 
 
+async def test_the_trainer_continues_while_a_checkpoint_is_written(tmp_path):
+    harness = Harness(tmp_path, steps=3, checkpoint_every=2, trainer=FakeTrainer(saves_slowly=True))
+    assert await harness.run()
+    state = read_run_state(harness.checkpoints.steps()[2])
+    assert (state.train_step, state.queue.ledger.trained) == (2, 2 * 4)
+    assert state.version_updates[state.param_version] == max(state.version_updates.values()) == 2
+    assert read_run_state(harness.checkpoints.latest()).train_step == 3
+
+
 async def test_a_stop_is_obeyed_though_a_batch_is_ready(tmp_path):
     class StoppingTrainer(FakeTrainer):
         async def train(self, batch):

@@ -26,9 +26,12 @@ class Saver:
         self._word = word
 
     async def save(self, directory):
-        directory.mkdir()
+        self._directory = directory
+
+    async def saved(self):
+        self._directory.mkdir()
         for name in ("model", "optimizer"):
-            (directory / name).write_text(self._word)
+            (self._directory / name).write_text(self._word)
 
 
 class NoRecords:
@@ -38,10 +41,16 @@ class NoRecords:
         return
 
 
+async def save_whole(checkpoints, state, *, trainer, records):
+    """Begin and finish a checkpoint."""
+    await checkpoints.begin(state.train_step, trainer=trainer)
+    return await checkpoints.finish(state, trainer=trainer, records=records)
+
+
 async def save(directory, step, word):
     state = RunState(train_step=step, param_version=len(word))
     checkpoints = Checkpoints(directory, config=CheckpointConfig(keep=2))
-    await checkpoints.save(state, trainer=Saver(word), records=NoRecords())
+    await save_whole(checkpoints, state, trainer=Saver(word), records=NoRecords())
 
 
 def first_saves(directory):

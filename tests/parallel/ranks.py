@@ -41,7 +41,7 @@ def run_case(trainer, batch, *, folder: Path | None = None):
     logprobs = trainer.logprobs(batch)
     metrics = [trainer.train(batch)]
     if folder is not None:
-        trainer.save(folder)
+        trainer.save(folder).result()
         trainer.train(batch)
         trainer.restore(folder)
     metrics.append(trainer.train(batch))

@@ -27,8 +27,9 @@ def restored(trainer, folder, again, layers, *, like):
     The weights after the first restore are also saved as a Hugging Face checkpoint with the other files of `like`.
     """
     trainer.restore(folder)
-    trainer.save(again)
-    trainer.save_pretrained(pretrained_folder(again), like=like)
+    written = trainer.save(again)
+    trainer.save_pretrained(pretrained_folder(again), like=like)  # collective too, beside the thread that writes
+    written.result()
     first = next_steps(trainer, layers)
     trainer.restore(again)
     return {**first, "repeated": next_steps(trainer, layers)}
@@ -81,7 +82,7 @@ class Chain:
         trainer = start_trainer(self.checkpoint, optimizer=ADAM, **self.settings)
         trainer.train(make_batch(seed=1, layers=self.layers))
         trainer.train_supervised(make_supervised_batch(seed=2))
-        trainer.save(self.folder / "start")
+        trainer.save(self.folder / "start").result()
         trainer.save_pretrained(pretrained_folder(self.folder / "start"), like=self.checkpoint)
         result = next_steps(trainer, self.layers)
         trainer.close()
@@ -147,7 +148,7 @@ def _save_until_killed(chain, *, rank, **settings):
     if rank == 1:
         kill_before_touch(0, partial_folder(folder) / "__1_0.distcp")
     try:
-        trainer.save(folder)
+        trainer.save(folder).result()
     except Exception as error:  # noqa: BLE001 - gloo has no class of its own for it
         (chain.folder / "told").write_text(str(error))
     os._exit(0)  # a group without one of its ranks cannot be closed

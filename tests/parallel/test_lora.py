@@ -65,7 +65,7 @@ def batch_of(family, **changes):
 def run_case(trainer, family, state, again):
     """Restore the state of one rank, save it again, and make two updates."""
     trainer.restore(state)
-    trainer.save(again)
+    trainer.save(again).result()
     batch = batch_of(family)
     result = {"logprobs": trainer.logprobs(batch), "metrics": [trainer.train(batch)]}
     result["gradients"] = adapter_gradients(trainer)
@@ -107,7 +107,7 @@ def alone(folder):
         trainer = start_lora_trainer(checkpoint, **settings_of(family, {}))
         reference = load_reference(checkpoint)
         names = add_adapters(reference, adapters_of(trainer), scale=LORA.alpha / LORA.rank)
-        trainer.save(folder / f"{family}-state")
+        trainer.save(folder / f"{family}-state").result()
         result = run_case(trainer, family, folder / f"{family}-state", folder / f"{family}-again")
         trainer.close()
         step = reference_step(reference, batch_of(family), policy_terms(DecoupledPPO()), routed=LAYERS[family] > 0)

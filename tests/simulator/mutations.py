@@ -174,9 +174,16 @@ class SavesAnotherState(Controller):
     """edit: the state that is saved instead, from it and the prompt cursor."""
 
     def __init__(self, *, prompts, checkpoints, **options):
-        save = checkpoints.save
-        checkpoints.save = lambda state, **of: save(self.edit(state, prompts.cursor), **of)
+        finish = checkpoints.finish
+        checkpoints.finish = lambda state, **of: finish(self.edit(state, prompts.cursor), **of)
         super().__init__(prompts=prompts, checkpoints=checkpoints, **options)
+
+
+@defect("failure", of=Controller)
+class QueueForgetsGroupsBeforeTheirCheckpointIsWritten(Controller):
+    async def _save(self):
+        await super()._save()
+        await self._queue.checkpointed(self._train_step)
 
 
 @defect("exactly once", of=Controller)

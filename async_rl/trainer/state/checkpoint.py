@@ -14,17 +14,19 @@ import errno
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_folder
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.trainer.state.shards import read_shards, write_shards
+from async_rl.trainer.state.shards import CopiedShards, copy_shards, read_shards, write_shards
 from async_rl.weights.pretrained import sampled_digest
 
 Value = TypeVar("Value")
@@ -54,41 +56,48 @@ class Manifest:
     """Folder of the start checkpoint, whose weights LoRA adapters belong to; None without LoRA."""
 
 
-def save_state(directory: Path, state: dict[str, Any], *, manifest: Manifest, ranks: ProcessGroups) -> None:
-    """Write nested shards as checkpoint `directory`, which appears when all files are on disk. Collective.
+def copy_state(directory: Path, state: dict[str, Any], *, ranks: ProcessGroups) -> CopiedShards:
+    """Copy nested shards for `write_state`, and begin checkpoint `directory`. Collective.
+
+    Raises:
+        OSError: the disk has no free space or is not writable.
+    """
+    unfinished = partial_folder(directory)
+
+    def prepare() -> None:
+        recover_folder(directory)
+        unfinished.mkdir(parents=True)
+
+    _on_first_rank(prepare, ranks.gather)
+    return copy_shards(unfinished, state)
+
+
+def write_state(directory: Path, shards: CopiedShards, *, manifest: Manifest, ranks: ProcessGroups) -> None:
+    """Write checkpoint `directory`, which appears when all files are on disk. Collective in `ranks.saving`.
 
     Raises:
         OSError: the disk has no free space or is not writable; raised on all ranks. An existing checkpoint is
             unchanged.
     """
-    try:
-        _write(directory, state, manifest, ranks=ranks)
-    except OSError:
-        _on_first_rank(lambda: recover_folder(directory), ranks)  # free the space of the partial copy
-        raise
-
-
-def _write(directory: Path, state: dict[str, Any], manifest: Manifest, *, ranks: ProcessGroups) -> None:
-    partial = partial_folder(directory)
-
-    def prepare() -> None:
-        recover_folder(directory)
-        partial.mkdir(parents=True)
-
-    _on_first_rank(prepare, ranks)
-    try:
-        write_shards(partial, state)
-    except CheckpointException as error:
-        raise _os_error(error, partial) from error
-    mine = [path for path in partial.iterdir() if _writer(path) == ranks.rank]
-    files = {name: value for part in ranks.gather(_hashes(mine)) for name, value in part.items()}
-    document = msgspec.json.encode({"format": FORMAT, "manifest": manifest, "files": files})
+    gather = partial(ranks.gather, group=ranks.saving)
+    unfinished = partial_folder(directory)
 
     def finish() -> None:
-        (partial / _MANIFEST).write_bytes(document)
+        (unfinished / _MANIFEST).write_bytes(document)
         publish_folder(directory)
 
-    _on_first_rank(finish, ranks)
+    try:
+        try:
+            write_shards(unfinished, shards, group=ranks.saving)
+        except CheckpointException as error:
+            raise _os_error(error, unfinished) from error
+        mine = [path for path in unfinished.iterdir() if _writer(path) == ranks.rank]
+        files = {name: value for part in gather(_hashes(mine)) for name, value in part.items()}
+        document = msgspec.json.encode({"format": FORMAT, "manifest": manifest, "files": files})
+        _on_first_rank(finish, gather)
+    except OSError:
+        _on_first_rank(lambda: recover_folder(directory), gather)  # free the space of the unfinished folder
+        raise
 
 
 def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGroups) -> Manifest:
@@ -103,7 +112,7 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGr
         TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model; the same error
             on all ranks.
     """
-    manifest, hashes = _on_first_rank(lambda: _read_manifest(directory), ranks)
+    manifest, hashes = _on_first_rank(lambda: _read_manifest(directory), ranks.gather)
     mine = [directory / name for name in sorted(hashes)[ranks.rank :: ranks.size]]
     wrong = [problem for part in ranks.gather(_problems(mine, hashes)) for problem in part]
     if wrong:
@@ -175,15 +184,15 @@ def fields_of(shape: ModelShape, *, config: TrainerConfig, start: Path) -> dict[
     return msgspec.json.decode(msgspec.json.encode(fields, enc_hook=str))
 
 
-def _on_first_rank(work: Callable[[], Value], ranks: ProcessGroups) -> Value:
-    """Run `work` on rank 0; all ranks return its result or raise its error. Collective."""
+def _on_first_rank(work: Callable[[], Value], gather: Callable[[object], list[Any]]) -> Value:
+    """Run `work` on rank 0; all ranks return its result or raise its error. Collective, as `gather`."""
     outcome: tuple[Value | None, Exception | None] = None, None
-    if ranks.rank == 0:
+    if dist.get_rank() == 0:
         try:
             outcome = work(), None
         except (OSError, TrainerCheckpointError) as error:
             outcome = None, error
-    value, failure = ranks.gather(outcome)[0]
+    value, failure = gather(outcome)[0]
     if failure is not None:
         raise failure
     return value

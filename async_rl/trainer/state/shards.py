@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
@@ -25,6 +27,8 @@ from async_rl.trainer.model.convert import Split, named_adapters
 from async_rl.trainer.model.layers import is_expert, local_name
 
 Shard = ShardedTensor | ShardedTensorFactory
+CopiedShards = dict[str, Any]
+"""Name of a tensor or value -> what this rank writes of it, in torch's types, in memory of the CPU."""
 
 
 def model_shards(chunks: Sequence[Any], *, lora: bool) -> dict[str, Shard]:
@@ -86,13 +90,31 @@ def object_of_rank(name: str, value: object, *, rank: int, ranks: int) -> Sharde
     return ShardedObject(name, value, (ranks,), (rank,))
 
 
-def write_shards(directory: Path, state: dict[str, Any]) -> None:
-    """Write nested shards into the empty folder `directory`; replicated parts are written once. Collective.
+def copy_shards(directory: Path, state: dict[str, Any]) -> CopiedShards:
+    """Copy nested shards for `write_shards`, and begin a checkpoint in the empty folder `directory`. Collective.
+
+    Of replicated parts one rank has a copy. `state` must not be used again.
+    """
+    copies = _Copies("torch_dist", 1)
+    dist_checkpointing.save(state, str(directory), sharded_strategy=copies)
+    return copies.shards
+
+
+def write_shards(directory: Path, shards: CopiedShards, *, group: dist.ProcessGroup) -> None:
+    """Write shards into the folder in which `copy_shards` began, and sync them to disk. Collective in `group`.
+
+    Megatron's own strategies fork a process per file, which is unsafe in a rank with gloo, NCCL or CUDA threads, and
+    errors in that process have no errno.
 
     Raises:
         torch.distributed.checkpoint.CheckpointException: a rank could not write; raised on all ranks.
     """
-    dist_checkpointing.save(state, str(directory), sharded_strategy=_InProcessSave("torch_dist", 1))
+    save(
+        shards,
+        storage_writer=FileSystemWriter(directory, sync_files=True),
+        planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
+        process_group=group,
+    )
 
 
 def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
@@ -108,22 +130,19 @@ def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
         return cast(dict[str, Any], dist_checkpointing.load(state, str(directory)))
 
 
-class _InProcessSave(SaveShardedStrategy):
-    """Writes megatron's torch_dist format in the process of the rank and syncs it to disk.
+class _Copies(SaveShardedStrategy):
+    """Takes what this rank has to write; megatron checks the shards and writes the rest."""
 
-    Megatron's own strategy forks a process per file, which is unsafe in a rank with gloo, NCCL or CUDA threads, and
-    errors in that process have no errno.
-    """
+    shards: CopiedShards
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         parts, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
             sharded_state_dict, keep_only_main_replica=True
         )
-        save(
-            torch_strategies.mcore_to_pyt_state_dict(parts),  # pyright: ignore[reportArgumentType]
-            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
-        )
+        for part in chain.from_iterable(parts.values()):
+            if isinstance(part, ShardedTensor):  # the others are serialized below
+                part.data = cast(Tensor, part.data).detach().to("cpu", copy=True)
+        self.shards = torch_strategies.mcore_to_pyt_state_dict(parts)  # pyright: ignore[reportArgumentType]
 
     @property
     def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -182,6 +182,8 @@ async def test_trainer_checkpoint_that_ranks_wrote_elsewhere_is_refused(tmp_path
         (tmp_path / "trainer.json").write_text(json.dumps(document | {"manifest": manifest}))
         (tmp_path / "__0_0.distcp").touch()
     with pytest.raises(clients.TrainerError) as caught:
-        await handle_of(2)[0].save(tmp_path)
+        handle, _ = handle_of(2)
+        await handle.save(tmp_path)
+        await handle.saved()
     assert "output_dir" in str(caught.value)
     assert ("__1_0.distcp" if first_rank_is_here else "trainer.json") in str(caught.value)

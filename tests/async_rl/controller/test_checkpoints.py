@@ -9,7 +9,7 @@ from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.rollout.validator import is_due
 from message_queue.queue import Admission, QueueSnapshot
-from tests.helpers.killed_saves import BEFORE, NoRecords
+from tests.helpers.killed_saves import BEFORE, NoRecords, save_whole
 
 STATE = RunState(
     train_step=4,
@@ -28,29 +28,47 @@ STATE = RunState(
 
 
 class Saver:
-    def __init__(self, error=None):
-        self._error = error
+    """fails: the call that raises OSError, after it has written a file."""
+
+    def __init__(self, fails=None):
+        self._fails = fails
 
     async def save(self, directory):
+        self._directory = directory
         directory.mkdir()
-        (directory / "model").write_text("weights")
-        if self._error:
-            raise self._error
+        self._write("save")
+
+    async def saved(self):
+        self._write("saved")
+
+    def _write(self, call):
+        (self._directory / call).write_text("weights")
+        if call == self._fails:
+            raise OSError("disk full")
 
 
 async def test_the_state_of_a_checkpoint_reads_back(tmp_path):
-    path = await Checkpoints(tmp_path, config=CheckpointConfig()).save(STATE, trainer=Saver(), records=NoRecords())
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    path = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
     state = read_run_state(path)
     assert state.version_updates == STATE.version_updates
     assert state.queue == STATE.queue
-    assert (path / "trainer" / "model").exists()
+    assert (path / "trainer" / "saved").exists()
 
 
-async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_path):
+async def test_a_checkpoint_appears_when_the_trainer_has_written_it(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    first = await checkpoints.save(STATE, trainer=Saver(), records=NoRecords())
+    await checkpoints.begin(4, trainer=(trainer := Saver()))
+    assert checkpoints.latest() is None
+    assert await checkpoints.finish(STATE, trainer=trainer, records=NoRecords()) == checkpoints.latest()
+
+
+@pytest.mark.parametrize("call", ["save", "saved"])
+async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_path, call):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    first = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
     with pytest.raises(OSError):
-        await checkpoints.save(RunState(train_step=5), trainer=Saver(OSError("disk full")), records=NoRecords())
+        await save_whole(checkpoints, RunState(train_step=5), trainer=Saver(call), records=NoRecords())
     assert checkpoints.latest() == first
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
@@ -78,7 +96,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step
 async def test_only_the_newest_checkpoints_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, config=CheckpointConfig(keep=2))
     for step in (2, 9, 10):
-        await checkpoints.save(RunState(train_step=step), trainer=Saver(), records=NoRecords())
+        await save_whole(checkpoints, RunState(train_step=step), trainer=Saver(), records=NoRecords())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-000010"]
 
 

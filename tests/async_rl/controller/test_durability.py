@@ -17,6 +17,7 @@ from async_rl.metrics.truncation import ENDED_UNRECORDED, RECORD_LOST, missing_r
 from async_rl.rollout.group_contents import StoredContent
 from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
+from tests.helpers.killed_saves import save_whole
 from tests.helpers.power_loss import Disk
 
 STEPS = 4
@@ -29,10 +30,13 @@ class Saver:
         self._word = word
 
     async def save(self, directory):
+        self._directory = directory
         partial_folder(directory).mkdir()
+
+    async def saved(self):
         for name in ("model", "optimizer"):
-            (partial_folder(directory) / name).write_text(self._word)
-        publish_folder(directory)
+            (partial_folder(self._directory) / name).write_text(self._word)
+        publish_folder(self._directory)
 
 
 class Console:
@@ -80,7 +84,7 @@ class Run:
             for step in (*range(1, STEPS + 1), STEPS):
                 if step > self.returned:
                     record(recorder, step)
-                await checkpoints.save(state_of(step), trainer=Saver(f"step {step}"), records=recorder)
+                await save_whole(checkpoints, state_of(step), trainer=Saver(f"step {step}"), records=recorder)
                 self.returned = step
                 disk.step()
 
@@ -200,7 +204,7 @@ async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_pat
         write_step(directory / FOLDER, pa.table({"reward": [1.0]}), train_step=step, keep=10)
     recorder = recorder_in(directory)
     checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig())
-    checkpoint = await checkpoints.save(state_of(STEPS), trainer=Saver("weights"), records=recorder)
+    checkpoint = await save_whole(checkpoints, state_of(STEPS), trainer=Saver("weights"), records=recorder)
     recorder.close()
     restored = SimpleNamespace(
         began=False, live=frozenset(), given_up=frozenset(), next_group=STEPS, open=(), replay=0, notes=()
