@@ -192,7 +192,7 @@ class Controller:
             stages["feed"].cancel()
             self._schedule_replay.finish()
             await self._updates.join()
-            await run_stage("probe", self._compare)
+            await run_stage("probe", lambda: self._compare(wait=True))
             await self._drain_rollouts(stages)
             await self._save()
             await self._saves.join()
@@ -380,7 +380,7 @@ class Controller:
         self._unpublished += groups
         due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
         if due and self._train_step > self._replayed:
-            await self._compare()
+            await self._compare(wait=math.isnan(self._k3_probe))
             await self._export()
         seconds = time.monotonic() - started
         metrics["step/seconds"] = seconds
@@ -441,17 +441,24 @@ class Controller:
         self._probe.ask_all(version=self._loaded_version)
 
     async def _snapshot_weights(self, update: WeightUpdate) -> None:
-        """Have the trainer keep the exported weights until it has scored the engines' samples under them."""
-        if self._probe is not None:
+        """Have the trainer keep the exported weights until it has scored the engines' samples under them.
+
+        While it keeps those of an earlier version, the new one is not probed.
+        """
+        if self._probe is not None and self._unscored is None:
             await self._trainer.snapshot_weights()
             self._unscored = update.weights.version
 
     def _ask_about(self, update: WeightUpdate) -> Callable[[Member], None] | None:
-        return None if self._probe is None else partial(self._probe.ask, version=update.weights.version)
+        if self._probe is None or (version := update.weights.version) != self._unscored:
+            return None
+        return partial(self._probe.ask, version=version)
 
-    async def _compare(self) -> None:
-        """Compare engines and trainer by the newest version; the trainer keeps it until the next export."""
+    async def _compare(self, *, wait: bool = False) -> None:
+        """Compare engines and trainer by the version that the trainer keeps, when all answers are there."""
         if self._probe is None or (version := self._unscored) is None:
+            return
+        if not (wait or (self._loaded_version >= version and self._probe.has_answers(version))):
             return
         with self._trace.span("probe", track="train", version=version):
             while self._loaded_version < version:

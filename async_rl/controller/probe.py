@@ -1,8 +1,11 @@
-"""Compares the logprobs of engines and trainer for every published version.
+"""Compares the logprobs of engines and trainer at equal weights, after a publish.
 
     publish   every replica is paused            -> a few probe requests wait there, before all other requests
               the replica loads v and resumes    -> the probe requests are decoded first
     train     the step after v                   -> a copy of v scores them, before the next version is exported
+
+After the first comparison the trainer does not wait for answers: if a version is exported before those of an earlier
+one are there, it keeps the copy of the earlier version, and the new one is not probed.
 
 The prompts are fixed: the first tokens of prompts of the run. Tokens are sampled from the full distribution. The
 trainer scores them over the routing rows of the engine, so engine and trainer differ by rounding only. The difference
@@ -111,6 +114,10 @@ class Probe:
         """`ask` every live replica."""
         for member in self._pool.live:
             self.ask(member, version=version)
+
+    def has_answers(self, version: int) -> bool:
+        """Whether all requests about `version` so far have ended."""
+        return all(task.done() for task in self._asked.get(version, ()))
 
     def cancel(self) -> None:
         """Cancel the requests that were not compared yet."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,7 +108,8 @@ class FakeTrainer:
     """Records its batches and exports. step_s: seconds of one train call on the event loop's clock.
 
     wrong_about: version whose tokens it scores differently from the engine. held: version that it scores by.
-    saves_slowly: whether no checkpoint is written before three batches are trained.
+    saves_slowly: whether no checkpoint is written before three batches are trained. may_end: whether a train call may;
+    a harness with a probe sets it, so that each step takes longer than the answers.
     """
 
     step_s: float = 0.0
@@ -120,9 +121,12 @@ class FakeTrainer:
     exported: list[int] = field(default_factory=list)
     three_done: asyncio.Event = field(default_factory=asyncio.Event)
     saves_slowly: bool = False
+    may_end: Callable[[], bool] = lambda: True
 
     async def train(self, batch):
         await asyncio.sleep(self.step_s)
+        while not self.may_end():  # noqa: ASYNC110 - of the pipeline's state
+            await asyncio.sleep(0.001)
         if self.fail_at is not None and len(self.batches) + 1 == self.fail_at:
             raise RuntimeError("rank 0 ran out of memory")
         self.batches.append(batch)
@@ -402,6 +406,7 @@ class Harness:
             "start": start,
         }
         if probe is not None:
+            self.trainer.may_end = self._is_probed
             self._pipeline_options["probe"] = Probe(
                 self.pool,
                 config=probe,
@@ -425,6 +430,10 @@ class Harness:
             )
         if journal is None:
             self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
+
+    def _is_probed(self):
+        pipeline, version = self.pipeline, self.pipeline._unscored
+        return version is None or (pipeline._loaded_version >= version and pipeline._probe.has_answers(version))
 
     def build(self, prompts: PromptSource) -> None:
         self.pipeline = Controller(

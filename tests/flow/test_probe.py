@@ -81,12 +81,32 @@ async def test_pipeline_scores_the_versions_it_probes(tmp_path, options, scored)
     assert scored or not any(r.session.startswith("probe") for r in harness.replicas[0].requests)
 
 
+async def test_trainer_does_not_wait_for_answers_of_a_probe(tmp_path):
+    trainer = FakeTrainer()
+    harness = Harness(tmp_path, steps=6, probe=PROBE, trainer=trainer)
+    probe, asked = harness.pipeline._probe, []
+    decode = probe._decode
+
+    async def late(*request, version):
+        asked.append(version)
+        if version == 1:
+            await trainer.three_done.wait()
+        return await decode(*request, version=version)
+
+    probe._decode = late
+    trainer.may_end = lambda: 0 < len(trainer.batches) < 3 or harness._is_probed()
+    assert await harness.run()
+    assert sorted({*asked}) == [0, 1, 4, 5, 6]
+    assert trainer.scored == [0, 4, 5, 6], "the answers about version 1 are of later weights"
+
+
 async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
     free = Harness(tmp_path / "free", steps=5, token_s=0.001, probe=None)
     await free.run()
     kept = Harness(tmp_path / "kept", steps=5, token_s=0.001, probe=PROBE, schedule=read_schedule(tmp_path / "free"))
+    kept.trainer.may_end = lambda: True  # a load may come after a step
     assert await kept.run()
-    assert kept.trainer.scored == list(range(6))
+    assert kept.trainer.scored[0] == 0
 
 
 def asked(*replicas, prompts, version=0):

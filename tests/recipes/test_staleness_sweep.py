@@ -14,7 +14,7 @@ from async_rl.metrics.report import RunRecord
 from recipes.staleness import results as stored
 from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
-from recipes.staleness.results import Results, _smooth, draw, interval, most_speed_up, table
+from recipes.staleness.results import Results, _smooth, draw, interval, most_speed_up, speed_up_of_bound, table
 
 MEASURED = Path(stored.__file__).with_name("measured")
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -64,6 +64,7 @@ def record(cell, *, reward=0.1, oldest=None):
             "train_step": i,
             "reward/mean": reward * i,
             "step/seconds": 2.0,
+            "idle/trainer": 0.75,
             "staleness/tokens": {str(min(i, oldest)): 10},
         }
         for i in range(1, 6)
@@ -133,6 +134,18 @@ def test_the_most_speed_up_counts_rollouts_that_wait_for_others():
     events = [{"ph": "M"}, *first, *second]
     assert most_speed_up(events) == pytest.approx(1 / (1 - g + g * unfinished))
     assert most_speed_up([span("train", 0, 1)]) is None
+
+
+def test_a_bound_limits_the_speed_up_by_the_slowest_rollout_of_each_batch():
+    assert speed_up_of_bound([(4, 1), (2, 1)], ahead=1) == 8 / 6
+    even = [(9.0, 1.0)] * 1000
+    assert [speed_up_of_bound(even, ahead=ahead) for ahead in (0, 1, 4)] == pytest.approx([1, 2, 5], rel=0.01)
+    assert speed_up_of_bound([(1.0, 4.0)] * 1000, ahead=4) == pytest.approx(1.25, rel=0.01), "limit of the trainer"
+    experiment = replace(read_experiment("speed"), target=0.9).changed(["staleness.max_staleness=0,1", "seed=0,1"])
+    heading, _, synchronous, ahead = table(results_of(experiment))
+    at = heading.split("|").index(" most of the bound ")
+    of_five = f"{speed_up_of_bound([(1.5, 0.5)] * 5, ahead=1):.2f} ± 0.00"
+    assert [row.split("|")[at].strip() for row in (synchronous, ahead)] == ["1.00 ± 0.00", of_five]
 
 
 class Runs:
