@@ -170,7 +170,9 @@ def _decode_step(
     spent = took - _overlap(events, "publish", at, took)
     undisturbed = (_overlap(events, "validate", at, took) == 0) & (spent > 0)
     if not undisturbed.any():
-        raise PlanError("trace.json has no rollout of a trained group beside validations; let the run make more steps")
+        undisturbed = spent > 0
+    if not undisturbed.any():
+        raise PlanError("trace.json has no rollout of a trained group; let the run make more steps")
     longest = np.array([max(lengths[group]) for group, _, _ in spans], np.float64)
     grid, running = _open(spans, lengths)
     running /= replicas

@@ -79,6 +79,13 @@ def test_plan_of_a_run_is_made_for_another_bound(run, capsys):
     assert json.loads(capsys.readouterr().out)["given"]["seen"]["staleness_p99"] == 2
 
 
+def test_rates_are_found_though_validations_last_as_long_as_the_run(run):
+    alone = describe_run(run, cores=2).rates
+    with (run / "trace.json").open("a") as file:
+        file.write(json.dumps({"ph": "X", "cat": "validate", "args": {}, "ts": 0, "dur": 1e12}) + ",\n")
+    assert describe_run(run, cores=2).rates.decode_s == pytest.approx(alone.decode_s)
+
+
 def test_plan_refuses_a_directory_that_is_no_run_and_a_run_that_is_too_short(run, tmp_path, capsys):
     for name in ("metrics", "schedule"):
         path = run / f"{name}.jsonl"
