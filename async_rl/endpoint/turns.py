@@ -6,9 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from renderers import DefaultRendererConfig, create_renderer
-from renderers.base import ParsedResponse, ToolCallParseStatus
-
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.session import ReadTurn, TurnReader
 from message_queue.tokens import Int32Array
@@ -24,6 +21,9 @@ def turn_reader(tokenizer: Tokenizer, *, family: str) -> TurnReader:
     Args:
         family: `model_type` of the checkpoint's config.
     """
+    from renderers import DefaultRendererConfig, create_renderer  # takes seconds to import, and few runs have a program
+    from renderers.base import ToolCallParseStatus
+
     config: Any = DefaultRendererConfig(tool_parser=TOOL_PARSERS.get(family, "qwen3"), reasoning_parser="think")
     renderer = create_renderer(tokenizer, config)  # type: ignore[arg-type]
     ends = renderer.get_stop_token_ids()
@@ -31,7 +31,7 @@ def turn_reader(tokenizer: Tokenizer, *, family: str) -> TurnReader:
     def read(turn: Int32Array, observation: Int32Array) -> ReadTurn:
         ids, prompt = turn.tolist(), _after_last(ends, observation)
         opens = THINK in str(tokenizer.decode(prompt, skip_special_tokens=False))
-        parsed: ParsedResponse = renderer.parse_response(ids, prompt_ids=prompt if opens else None)
+        parsed = renderer.parse_response(ids, prompt_ids=prompt if opens else None)
         content, calls = parsed.content, list[tuple[str, str]]()
         for call in parsed.tool_calls:
             if call.status is ToolCallParseStatus.OK and call.name is not None:
