@@ -210,7 +210,7 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchConfig:
-    """Comparison of engines and trainer at equal weights, after each publish."""
+    """Comparison of engines and trainer at equal weights, after a publish."""
 
     max_k3: float | Literal["auto"] | None = "auto"
     """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` depends on the dtype; null only

@@ -119,8 +119,7 @@ class Controller:
         self._loaded_version = 0
         self._version_updates = dict(start.version_updates)
         self._restored = restored
-        replay = 0 if restored is None else restored.replay
-        self._replayed = start.train_step + replay * config.updates_per_batch
+        self._replayed = start.train_step + (0 if restored is None else restored.replay) * config.updates_per_batch
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._saves: asyncio.Queue[RunState] = asyncio.Queue(maxsize=1)
@@ -455,7 +454,11 @@ class Controller:
         return partial(self._probe.ask, version=version)
 
     async def _compare(self, *, wait: bool = False) -> None:
-        """Compare engines and trainer by the version that the trainer keeps, when all answers are there."""
+        """Compare engines and trainer by the version that the trainer keeps.
+
+        Args:
+            wait: for the answers of the engines; otherwise nothing is compared while one is missing.
+        """
         if self._probe is None or (version := self._unscored) is None:
             return
         if not (wait or (self._loaded_version >= version and self._probe.has_answers(version))):

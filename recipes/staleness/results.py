@@ -212,7 +212,7 @@ class Results:
 
     @property
     def limits_of_bounds(self) -> bool:
-        """Whether the speeds of bounds are compared with `most_of_bound`."""
+        """Whether the speeds of bounds are compared with `limit_of_bound`."""
         return self.control == "0" and self.target is not None
 
     @property
@@ -225,7 +225,7 @@ class Results:
         synchronous = self._synchronous(cell)
         return math.nan if synchronous is None else cell.tokens_per_second / synchronous.tokens_per_second
 
-    def most_of_bound(self, cell: CellResult) -> float:
+    def limit_of_bound(self, cell: CellResult) -> float:
         """`speed_up_of_bound` for the bound of a run; NaN without a synchronous run. The first axis is the bound."""
         synchronous = self._synchronous(cell)
         ahead = int(cell.labels[self.first_axis])
@@ -274,7 +274,7 @@ def table(results: Results) -> Iterator[str]:
     if results.control is not None:
         columns["/ synchronous"] = results.speed_up
     if results.limits_of_bounds:
-        columns["most of the bound"] = results.most_of_bound
+        columns["limit of the bound"] = results.limit_of_bound
     if target is not None:
         columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
     columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in MEANS.items()}
@@ -349,11 +349,12 @@ def _limits(axis: Axes, results: Results) -> None:
     if limits := [cell.s_max * cell.tokens_per_second for cell in results.cells if cell.s_max]:
         axis.axhline(float(np.mean(limits)), linestyle="--", color="grey", label="synchronous, times S_max")
     if results.limits_of_bounds:
-        most = [
-            np.mean([results.most_of_bound(cell) * cell.tokens_per_second / results.speed_up(cell) for cell in cells])
+        of_bounds = [
+            np.mean([results.limit_of_bound(cell) * cell.tokens_per_second / results.speed_up(cell) for cell in cells])
             for cells in results.by_labels()
         ]
-        axis.plot(range(len(most)), most, "_", color="black", markersize=40, label="most of the bound")
+        places = np.arange(len(of_bounds))
+        axis.hlines(of_bounds, places - 0.35, places + 0.35, color="black", label="limit of the bound")
 
 
 def _bars(axis: Axes, series: Mapping[str, Any], ticks: Sequence[str], value: Any) -> None:
