@@ -1,4 +1,4 @@
-"""Handles and actors over real Ray: a replica with a fake engine behind, and a rollout worker that is blocked."""
+"""Handles and actors over real Ray: a replica with a fake engine, a blocked rollout worker, a trainer rank that saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +19,7 @@ import ray
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from agent_loop.loop import Message, Prompt
-from async_rl.cluster.actors import ReplicaHost, start_ray
+from async_rl.cluster.actors import ReplicaHost, TrainerActor, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import ClusterConfig
@@ -235,3 +237,26 @@ async def test_a_rollout_worker_whose_tool_never_returns_is_killed_at_a_stop(clu
         with pytest.raises(WorkerLostError):
             await roll
     process.wait(60)
+
+
+def test_a_trainer_rank_trains_while_a_checkpoint_is_written(cluster: None, tmp_path: Path):
+    rank: Any = TrainerActor.options(num_cpus=0).remote()
+    in_thread, go_on = rank.__ray_call__, tmp_path / "go on"
+
+    def begin_save(actor: Any) -> None:
+        actor._written = Future()
+        actor._written.set_result(None)
+
+    def train(_actor: Any) -> None:
+        while not go_on.exists():
+            time.sleep(0.01)
+
+    try:
+        ray.get(in_thread.remote(begin_save))
+        training = in_thread.remote(train)
+        assert ray.get(rank.saved.remote(), timeout=60) == (None, [])
+        assert not ray.wait([training], timeout=0)[0]
+        go_on.touch()
+        ray.get(training, timeout=60)
+    finally:
+        ray.kill(rank)
