@@ -1,4 +1,4 @@
-"""Handles and actors over real Ray: a replica with a fake engine, a blocked rollout worker, a trainer rank that saves."""
+"""Handles and actors over real Ray: a replica with a fake engine, a blocked rollout worker, a rank that saves."""
 
 from __future__ import annotations
 
