@@ -16,6 +16,7 @@ from pathlib import Path
 
 import yaml
 
+from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.files.logs import notes_of
 
 EXIT_FAILED = 1
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_run(config)
             sys.stdout.write(summary(config))
             return 0
-        from async_rl.cluster.actors import make_collections_rare
-        from async_rl.controller.launcher import Launcher
+        with no_collections():
+            from async_rl.controller.launcher import Launcher
 
         program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
         make_collections_rare()

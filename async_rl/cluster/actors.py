@@ -7,7 +7,6 @@ to 1,000 messages at a time on one event loop. Each client has one waiting messa
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import tempfile
@@ -25,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agent_loop.engine import EngineError
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
+from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.files.logs import log_failure, open_log
 from async_rl.inference.nodes import NodePlace, NodeProcess, bring, reserve_ports
 from async_rl.inference.replica import EngineReplica
@@ -337,10 +337,12 @@ class ReplicaHost:
         """Start the engine, before any other call. store, followers: see `ReplicaClient.start`."""
         common = {"checkpoint": checkpoint, "capture_routing": capture_routing, "capture_support": capture_support}
         starting = partial(start_replica, config, name=name, force_routing=force_routing, **common)
-        if followers:
-            replica = await self._start_over_nodes(config, starting, store=store, places=followers, **common)
-        else:
-            replica = await starting()
+        with no_collections():
+            if followers:
+                replica = await self._start_over_nodes(config, starting, store=store, places=followers, **common)
+            else:
+                replica = await starting()
+        make_collections_rare()
         if store is not None:
             replica.store = open_store(store_of_node(store), host=ray.util.get_node_ip_address())
         self._serve(replica)
@@ -492,19 +494,6 @@ def open_store(directory: Path, *, host: str) -> LocalStore:
 # ---- rollout worker
 
 
-def make_collections_rare() -> None:
-    """Keep full garbage collections out of the process of a worker or of the driver.
-
-    A full collection stops the event loop: for 0.2 s in a new worker, for 0.6 s if 10,000 trajectories are in flight.
-    Python starts one each time that the number of objects has grown by a quarter, and trajectories leave no cycles.
-    Objects that exist now are not visited again. Cycles that a tool or reward leaves are collected while they are
-    young; older ones wait for the next full collection, after about 20 million new objects.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(1_000, 10, 2_000)
-
-
 class RolloutHost:
     """A worker in a process of its own. log: file for its output; None leaves it to Ray.
 
@@ -518,9 +507,10 @@ class RolloutHost:
         self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
     ) -> None:
         """Build the worker."""
-        from async_rl.cluster.rollout_workers import build_remote_worker  # which imports this module
+        with no_collections():
+            from async_rl.cluster.rollout_workers import build_remote_worker  # which imports this module
 
-        self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
+            self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
         make_collections_rare()
 
     def serve(self, worker: RolloutWorker, pool: WorkerReplicaPool) -> None:
@@ -597,7 +587,8 @@ class TrainerActor:
 
     def open_rendezvous(self) -> str:
         """host:port on this node at which ranks can meet while this actor lives."""
-        from async_rl.trainer.distributed import open_store
+        with no_collections():
+            from async_rl.trainer.distributed import open_store
 
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
@@ -620,10 +611,11 @@ class TrainerActor:
 
         delta: see `TrainerRank`. broadcast: whether published versions are served from the memory of this node.
         """
-        from transformers import AutoTokenizer
+        with log_failure(), no_collections():
+            from transformers import AutoTokenizer
 
-        from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
-        from async_rl.trainer.recording import RolloutRecorder
+            from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
+            from async_rl.trainer.recording import RolloutRecorder
 
         with log_failure():
             recorder = None

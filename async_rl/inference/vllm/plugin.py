@@ -12,6 +12,8 @@ import signal
 import threading
 from typing import Any
 
+from async_rl.compat.garbage import no_collections
+
 PLUGIN_VARIABLE = "ASYNC_RL_VLLM"  # set to 1 in the processes of a replica
 
 
@@ -40,6 +42,14 @@ def register() -> None:
     compute_local_experts_only()
     exchange_tokens_of_groups()
     note_packed_weights()
+
+
+def run_engine(*args: Any, **options: Any) -> None:
+    """Main function of the process of an engine, which imports vLLM without garbage collections."""
+    with no_collections():
+        from vllm.v1.engine.core import EngineCoreProc
+
+    EngineCoreProc.run_engine_core(*args, **options)
 
 
 def run_coordinator(*args: Any, **options: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.engine import EngineError
-from async_rl.inference.vllm.plugin import run_coordinator
+from async_rl.inference.vllm.plugin import run_coordinator, run_engine
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,8 +25,10 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.coordinator import DPCoordinatorProc
+        from vllm.v1.engine.core import EngineCoreProc
 
         DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)  # started by its name in another process
+        EngineCoreProc.run_engine_core = staticmethod(run_engine)  # the same
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
 
     engine = await asyncio.to_thread(start)

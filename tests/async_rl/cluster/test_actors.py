@@ -1,14 +1,13 @@
-"""Processes of replicas and workers: requests of a client that died, and garbage collections."""
+"""Places of a run's processes, and requests of a client that died."""
 
 import asyncio
-import gc
 
 import numpy as np
 import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.cluster import actors
-from async_rl.cluster.actors import Placement, ReplicaHost, make_collections_rare
+from async_rl.cluster.actors import Placement, ReplicaHost
 from async_rl.cluster.rpc import Call
 from async_rl.config import ClusterConfig
 from tests.helpers.fakes import FakeEngine, SeededScript
@@ -70,22 +69,3 @@ async def test_replica_host_drops_the_requests_of_a_dead_client_alone():
     for exchange in exchanges:
         exchange.cancel()
     await host.forget_client("worker-1")
-
-
-def test_make_collections_rare_starts_no_full_collection_as_a_heap_grows():
-    collected = dict.fromkeys(range(3), 0)
-
-    def count(phase, info):
-        collected[info["generation"]] += phase == "stop"
-
-    thresholds = gc.get_threshold()
-    try:
-        make_collections_rare()
-        gc.callbacks.append(count)
-        grown = [[number] for number in range(300_000)]
-        assert gc.get_freeze_count() > len(grown) / 10
-        assert collected[0] > collected[1] > 0 == collected[2]
-    finally:
-        gc.callbacks.remove(count)
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
