@@ -221,7 +221,10 @@ class TrainerConfig:
 
 def rank_environment(config: TrainerConfig) -> dict[str, str]:
     """Environment variables that must be set when the process of a rank starts."""
-    variables = {"OMP_NUM_THREADS": str(config.threads)}
+    variables = {
+        "OMP_NUM_THREADS": str(config.threads),
+        "GOMP_SPINCOUNT": "5000",  # an idle thread soon leaves its core to an engine beside it; default: 300,000
+    }
     if max(config.parallel.tensor, config.parallel.context) > 1:
         # A GPU then starts kernels in the order of their launch, which megatron needs so that exchanges overlap.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
