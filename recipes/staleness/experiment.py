@@ -53,7 +53,7 @@ class Experiment:
     control: str | None = None
     """Label of the first axis that is synchronous training."""
     target: float | None = None
-    """Held-out success whose time is measured."""
+    """Held-out success whose time is measured; None if no times are."""
     same_schedule: str | None = None
     """Axis whose cells all follow the schedule of the one with the first label: same ages, same aborts."""
 

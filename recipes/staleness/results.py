@@ -82,10 +82,10 @@ class CellResult:
         return float("nan")
 
 
+IDLE = {"idle/trainer": "trainer idle", "idle/rollout": "replicas idle"}
 MEANS = {
     "staleness/mean": "staleness",
-    "idle/trainer": "trainer idle",
-    "idle/rollout": "replicas idle",
+    **IDLE,
     "mismatch/k3": "k3",
     "ess/token": "effective samples",
     "clip/fraction": "clipped",
@@ -179,7 +179,7 @@ class Results:
     control: str | None
     """Label of the first axis that is synchronous training."""
     target: float | None
-    """Held-out success whose time is measured."""
+    """Held-out success whose time is measured; None if times say nothing, because other work may run beside."""
     cells: Sequence[CellResult]
     """One for each run."""
 
@@ -269,15 +269,16 @@ def table(results: Results) -> Iterator[str]:
     columns: dict[str, Callable[[CellResult], float]] = {
         "success at the end": lambda cell: cell.success,
         "mean reward": lambda cell: float(np.mean(cell.rewards)),
-        "tokens/s": lambda cell: cell.tokens_per_second,
     }
-    if results.control is not None:
-        columns["/ synchronous"] = results.speed_up
-    if results.limits_of_bounds:
-        columns["limit of the bound"] = results.limit_of_bound
     if target is not None:
+        columns["tokens/s"] = lambda cell: cell.tokens_per_second
+        if results.control is not None:
+            columns["/ synchronous"] = results.speed_up
+        if results.limits_of_bounds:
+            columns["limit of the bound"] = results.limit_of_bound
         columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
-    columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in MEANS.items()}
+    means = MEANS if target is not None else {key: name for key, name in MEANS.items() if key not in IDLE}
+    columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in means.items()}
     others = [axis for axis in results.cells[0].labels if axis not in (results.first_axis, SEED)]
     yield f"| {' | '.join([*others, results.first_axis, *columns])} |"
     yield "|" + "---|" * (len(others) + 1 + len(columns))
@@ -285,7 +286,7 @@ def table(results: Results) -> Iterator[str]:
         labels = [label for axis, label in cells[0].labels.items() if axis in others]
         shown = [_shown([value(cell) for cell in cells]) for value in columns.values()]
         yield f"| {' | '.join([*labels, cells[0].labels[results.first_axis], *shown])} |"
-    if limits := [cell.s_max for cell in results.cells if cell.s_max is not None]:
+    if target is not None and (limits := [cell.s_max for cell in results.cells if cell.s_max is not None]):
         yield f"\nS_max: {_shown(limits)}"
 
 
@@ -302,15 +303,14 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def draw(results: Results) -> Figure:
-    """Draw reward over steps, final success, throughput, time to the target, and the staleness of trained tokens.
+    """Draw reward over steps, final success, throughput and time to a target, and the staleness of trained tokens.
 
     Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
     """
     series, columns = results.series(), results.labels(results.first_axis)
-    bars = {"held-out success after the last step": lambda cell: cell.success} | {
-        RATE: lambda cell: cell.tokens_per_second
-    }
+    bars = {"held-out success after the last step": lambda cell: cell.success}
     if (target := results.target) is not None:
+        bars[RATE] = lambda cell: cell.tokens_per_second
         bars[f"seconds to held-out success {target:g}"] = lambda cell: cell.seconds_to(target)
     figure = Figure(figsize=(3.75 * max(len(series) + len(bars), len(columns)), 8.5), layout="constrained")
     FigureCanvasAgg(figure)

@@ -122,6 +122,11 @@ def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
         "| tis | 3 | 0.900 ± 0.000 | 0.330 ± 0.381 | 5.00 ± 0.00 | 1.00 ± 0.00 | 10.0 ± 0.0 |"
     )
     assert ahead.startswith("| tis | 7 | 0.850 ± 0.635 | 0.330 ± 0.381 | 10.0 ± 0.0 | 2.00 ± 0.00 | 5.00 (1 of 2) |")
+    untimed = Results.of(experiment, runs)
+    assert next(table(untimed)).startswith(
+        "| loss | max_staleness | success at the end | mean reward | staleness | k3 |"
+    )
+    assert len(draw(untimed).axes) == len(draw(replace(untimed, target=0.9)).axes) - 2
 
 
 def test_the_most_speed_up_counts_rollouts_that_wait_for_others():
