@@ -14,7 +14,16 @@ from async_rl.metrics.report import RunRecord
 from recipes.staleness import results as stored
 from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
-from recipes.staleness.results import Results, _smooth, draw, interval, most_speed_up, speed_up_of_bound, table
+from recipes.staleness.results import (
+    Results,
+    _smooth,
+    collapses,
+    draw,
+    interval,
+    most_speed_up,
+    speed_up_of_bound,
+    table,
+)
 
 MEASURED = Path(stored.__file__).with_name("measured")
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -154,6 +163,20 @@ def test_a_bound_limits_the_speed_up_by_the_slowest_rollout_of_each_batch():
     assert tokens_per_s == pytest.approx([5, 5 * speed_up_of_bound([(1.5, 0.5)] * 5, ahead=1)])
     of_five = f"{speed_up_of_bound([(1.5, 0.5)] * 5, ahead=1):.2f} ± 0.00"
     assert [row.split("|")[at].strip() for row in (synchronous, ahead)] == ["1.00 ± 0.00", of_five]
+
+
+def test_effective_samples_are_compared_between_runs_that_collapse_and_others():
+    experiment = LOSSES.changed(["staleness.max_staleness=3,7", "loss=tis", "seed=0,1"])
+    collapsing, least = [True, True, False, False], [0.2, 0.6, 0.5, 0.9]
+    runs = {cell: record(cell) for cell in experiment.cells()}
+    for run, collapses_, value in zip(runs.values(), collapsing, least, strict=True):
+        for step, effective in zip(run.steps, (value, 1.0, 0.0, None, 0.0), strict=True):
+            step["ess/token"] = effective
+            step["reward/mean"] = 1.0 if step["train_step"] == 1 or not collapses_ else 0.1
+    assert collapses(Results.of(experiment, runs), share=0.4) == (
+        "2 of 4 runs collapse; effective samples in the first 40% of the steps tell which with an AUC of 0.75"
+    )
+    assert collapses(results_of(experiment)) is None
 
 
 class Runs:
