@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import re
 import shlex
@@ -189,4 +190,6 @@ def _groups() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    gc.freeze()  # Python would visit all objects once more before it exits
+    sys.exit(code)

@@ -194,10 +194,8 @@ async def rollout_path(
     config: RunConfig, *, checkpoint: Path, replica: ReplicaClient, info: ModelInfo, folder: Path
 ) -> AsyncGenerator[tuple[Dispatcher, WorkerClient]]:
     """A rollout worker in its process, which stores content in `folder`, and the dispatcher of the driver."""
-    options = {"num_cpus": 1}
-    worker = await WorkerClient.start(
-        config, name="worker-0", checkpoint=checkpoint, replicas=[replica], options=options
-    )
+    worker = WorkerClient.create(config.cluster, name="worker-0", options={"num_cpus": 1})
+    await worker.start(config, checkpoint=checkpoint, replicas=[replica])
     dispatcher = Dispatcher([worker], pool=ReplicaPool([replica]), note=say)
     place = ContentPlace(
         directory=folder,

@@ -502,15 +502,16 @@ class RolloutHost:
 
     def __init__(self, *, log: Path | None = None) -> None:
         open_log(log)
+        with no_collections():
+            from async_rl.cluster.rollout_workers import build_remote_worker  # which imports this module
+        self._build = build_remote_worker
 
     async def start(
         self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
     ) -> None:
         """Build the worker."""
         with no_collections():
-            from async_rl.cluster.rollout_workers import build_remote_worker  # which imports this module
-
-            self.serve(*build_remote_worker(config, name=name, checkpoint=checkpoint, replicas=replicas))
+            self.serve(*self._build(config, name=name, checkpoint=checkpoint, replicas=replicas))
         make_collections_rare()
 
     def serve(self, worker: RolloutWorker, pool: WorkerReplicaPool) -> None:

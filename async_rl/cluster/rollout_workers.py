@@ -22,7 +22,7 @@ from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
-from async_rl.config import RunConfig
+from async_rl.config import ClusterConfig, RunConfig
 from async_rl.endpoint.host import Sessions
 from async_rl.endpoint.turns import turn_reader
 from async_rl.files.logs import log_end
@@ -211,31 +211,25 @@ class WorkerClient:
         self._is_lost = False
 
     @classmethod
-    async def start(
-        cls,
-        config: RunConfig,
-        *,
-        name: str,
-        checkpoint: Path,
-        replicas: Sequence[PoolReplica],
-        options: dict[str, Any],
-        log: Path | None = None,
+    def create(
+        cls, config: ClusterConfig, *, name: str, options: dict[str, Any], log: Path | None = None
     ) -> WorkerClient:
-        """Start the actor and build the worker in it.
+        """Start the process, which imports for seconds. `start` comes before all other calls."""
+        actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
+        return cls(actor, name=name, timeout_s=config.call_timeout_s, stop_timeout_s=config.stop_timeout_s, log=log)
+
+    async def start(self, config: RunConfig, *, checkpoint: Path, replicas: Sequence[PoolReplica]) -> None:
+        """Build the worker in the process.
 
         Raises:
-            WorkerLostError: it did not start. Exception: an error of the task.
+            WorkerLostError: the process did not start. Exception: an error of the task.
         """
-        actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
-        cluster = config.cluster
-        handle = cls(actor, name=name, timeout_s=cluster.call_timeout_s, stop_timeout_s=cluster.stop_timeout_s, log=log)
-        started = actor.start.remote(config, name=name, checkpoint=checkpoint, replicas=addresses(replicas))
+        started = self._actor.start.remote(config, name=self.name, checkpoint=checkpoint, replicas=addresses(replicas))
         try:
-            await handle._answer("start", started, timeout_s=cluster.start_timeout_s)
+            await self._answer("start", started, timeout_s=config.cluster.start_timeout_s)
         except BaseException:
-            ray.kill(actor)
+            ray.kill(self._actor)
             raise
-        return handle
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int

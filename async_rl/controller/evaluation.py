@@ -71,9 +71,11 @@ class Evaluation:
                 logs=logs,
             )
             console.status(f"starting {config.engine.replicas} replicas of {config.engine.name}")
+            workers = processes.create_rollout_workers()
             pool = ReplicaPool(await processes.start_engines(self._checkpoint, console), on_lost=console.warn)
+            await processes.start_rollout_workers(workers, pool)
             rollouts = Dispatcher(
-                await processes.start_rollout_workers(pool),
+                workers,
                 pool=pool,
                 processes=processes,
                 config=config.supervision,

@@ -14,8 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from async_rl.cluster.actors import Placement
-from async_rl.cluster.clients import ReplicaClient, TrainerClient
-from async_rl.cluster.rollout_workers import build_worker
+from async_rl.cluster.clients import TrainerClient
+from async_rl.cluster.rollout_workers import WorkerClient, build_worker
 from async_rl.config import RunConfig, plain_values
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
@@ -115,11 +115,14 @@ class Launcher:
         config = self._config
         engines = f"{config.engine.replicas} replicas of {config.engine.name}"
         console.status(f"starting {config.trainer.ranks} trainer ranks and {engines}")
+        workers = processes.create_rollout_workers() if self._schedule_replay.free else []
         trainer, replicas, checkpoint = await processes.start(console)
         console.status(f"starting {config.rollout.workers} rollout workers and the queue")
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
-        run_parts = await self._build_parts(processes, replicas, checkpoint, recorder, trace)
+        pool = ReplicaPool(replicas, on_lost=recorder.warn)
+        await processes.start_rollout_workers(workers, pool)
+        run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)
         console.status("first rollouts")
         recovery = RecoveryLoop(
             self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
@@ -171,18 +174,18 @@ class Launcher:
         except OSError as error:
             recorder.warn(f"published versions stay (sync.directory): {error}")
 
-    async def _build_parts(
+    def _build_parts(
         self,
         processes: Processes,
-        replicas: Sequence[ReplicaClient],
+        pool: ReplicaPool,
+        workers: Sequence[WorkerClient],
         checkpoint: Path,
         recorder: Recorder,
         trace: Trace,
     ) -> RunParts[TrainerClient]:
         config = self._config
-        pool = ReplicaPool(replicas, on_lost=recorder.warn)
         rollouts = Dispatcher(
-            await self._start_rollout_workers(processes, pool, checkpoint),
+            workers or [self._worker_of_schedule(pool, checkpoint)],
             pool=pool,
             processes=processes if self._schedule_replay.free else None,
             config=config.supervision,
@@ -208,17 +211,11 @@ class Launcher:
             probe=self._build_probe(pool, routing),
         )
 
-    async def _start_rollout_workers(
-        self, processes: Processes, pool: ReplicaPool, checkpoint: Path
-    ) -> Sequence[Worker]:
-        """Processes; if the run keeps to a schedule, one worker in this process, next to the schedule replay."""
-        if self._schedule_replay.free:
-            return await processes.start_rollout_workers(pool)
-        return [
-            build_worker(
-                self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=self._schedule_replay
-            )
-        ]
+    def _worker_of_schedule(self, pool: ReplicaPool, checkpoint: Path) -> Worker:
+        """The worker of a run that keeps to a schedule: in this process, next to the schedule replay."""
+        return build_worker(
+            self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=self._schedule_replay
+        )
 
     def _build_probe(self, pool: ReplicaPool, routing: RoutingSpec | None) -> Probe | None:
         config = self._config

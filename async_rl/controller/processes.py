@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,9 @@ class Processes:
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
         self._pool: ReplicaPool | None = None
+        self._worker_ends: list[Callable[[], Awaitable[None]]] = []
+        self._engine_ends: list[Callable[[], Awaitable[None]]] = []  # of trainer and replicas
+        stack.push_async_callback(self._close)
 
     async def start(self, console: Console) -> tuple[TrainerClient, list[ReplicaClient], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
@@ -167,15 +170,16 @@ class Processes:
             await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
-    async def start_rollout_workers(self, pool: ReplicaPool) -> list[WorkerClient]:
-        """As many as `rollout.workers`, on the replicas of `pool`."""
+    def create_rollout_workers(self) -> list[WorkerClient]:
+        """As many processes as `rollout.workers`; they import while trainer and replicas start."""
+        return [self._create_worker(slot=i, name=f"worker-{i}") for i in range(self._config.rollout.workers)]
+
+    async def start_rollout_workers(self, workers: Sequence[WorkerClient], pool: ReplicaPool) -> None:
+        """Start `workers` on the replicas of `pool`."""
         self._pool = pool
         async with asyncio.TaskGroup() as starts:
-            tasks = [
-                starts.create_task(self._start_worker(slot=i, name=f"worker-{i}"))
-                for i in range(self._config.rollout.workers)
-            ]
-        return [task.result() for task in tasks]
+            for worker in workers:
+                starts.create_task(self._start_worker(worker))
 
     async def remove_worker(self, lost: Worker) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
@@ -193,7 +197,9 @@ class Processes:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
-        return await self._start_worker(slot=slot, name=name)
+        worker = self._create_worker(slot=slot, name=name)
+        await self._start_worker(worker)
+        return worker
 
     async def start_queue(self) -> QueueClient:
         """The queue; `open` comes first."""
@@ -260,7 +266,7 @@ class Processes:
             broadcast=config.sync.route == "broadcast",
             trace=self._trace,
         )
-        self._stack.push_async_callback(self._closing(partial(client.close, remove_updates=self._weights_directory)))
+        self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
         return client
 
@@ -296,23 +302,25 @@ class Processes:
             store=self._store,
             followers=others,
         )
-        self._stack.push_async_callback(self._closing(replica.close))
+        self._engine_ends.append(self._closing(replica.close))
         self._name({name: await replica.pid()})
         return replica
 
-    async def _start_worker(self, *, slot: int, name: str) -> WorkerClient:
+    def _create_worker(self, *, slot: int, name: str) -> WorkerClient:
+        options, log = self._placement.worker(slot), self._logs / f"{name}.log"
+        return WorkerClient.create(self._config.cluster, name=name, options=options, log=log)
+
+    async def _start_worker(self, worker: WorkerClient) -> None:
         assert self._pool is not None
-        worker = await WorkerClient.start(
-            self._config,
-            name=name,
-            checkpoint=self._checkpoint,
-            replicas=[member.replica for member in await self._pool.serving()],
-            options=self._placement.worker(slot),
-            log=self._logs / f"{name}.log",
-        )
-        self._stack.push_async_callback(self._closing(worker.close))
-        self._name({name: await worker.pid()})
-        return worker
+        replicas = [member.replica for member in await self._pool.serving()]
+        await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas)
+        self._worker_ends.append(self._closing(worker.close))
+        self._name({worker.name: await worker.pid()})
+
+    async def _close(self) -> None:
+        """Close all; workers first, because their rollouts end on the replicas."""
+        for ends in (self._worker_ends, self._engine_ends):
+            await asyncio.gather(*(end() for end in ends))
 
     async def _wait_for_node(
         self, name: str, options: dict[str, Any], *, timeout_s: float, error: type[Exception]

@@ -12,7 +12,7 @@ import signal
 import threading
 from typing import Any
 
-from async_rl.compat.garbage import no_collections
+from async_rl.compat.garbage import no_collections, stay_frozen
 
 PLUGIN_VARIABLE = "ASYNC_RL_VLLM"  # set to 1 in the processes of a replica
 
@@ -48,7 +48,7 @@ def run_engine(*args: Any, **options: Any) -> None:
     """Main function of the process of an engine, which imports vLLM without garbage collections."""
     with no_collections():
         from vllm.v1.engine.core import EngineCoreProc
-
+    stay_frozen()
     EngineCoreProc.run_engine_core(*args, **options)
 
 

@@ -3,7 +3,7 @@ import gc
 
 import pytest
 
-from async_rl.compat.garbage import make_collections_rare, no_collections
+from async_rl.compat.garbage import make_collections_rare, no_collections, stay_frozen
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +42,11 @@ def test_make_collections_rare_starts_no_full_collection_as_a_heap_grows(collect
     make_collections_rare()
     grown = [[number] for number in range(300_000)]
     assert grown and collections[0] > collections[1] > 0 == collections[2]
+
+
+def test_stay_frozen_ignores_an_unfreeze(monkeypatch):
+    monkeypatch.setattr(gc, "unfreeze", gc.unfreeze)
+    gc.freeze()
+    stay_frozen()
+    gc.unfreeze()
+    assert gc.get_freeze_count() > 0

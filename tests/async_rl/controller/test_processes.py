@@ -136,6 +136,36 @@ async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path)
     assert started == [("replica 1", ["replica 1 node 1"])]
 
 
+async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(monkeypatch, tmp_path):
+    ended, all_engines = [], asyncio.Barrier(3)
+
+    def part(name, *, ends_with):
+        async def close(**_):
+            ended.append(name)
+            await ends_with.wait()
+
+        async def start(*_, **__):
+            pass
+
+        return SimpleNamespace(name=name, pid=lambda: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
+
+    async def start_engine(config, *, name="trainer", **options):
+        return part(name, ends_with=all_engines)
+
+    both_workers = asyncio.Barrier(2)
+    monkeypatch.setattr(processes.TrainerClient, "start", start_engine)
+    monkeypatch.setattr(processes.ReplicaClient, "start", start_engine)
+    monkeypatch.setattr(processes.WorkerClient, "create", lambda _, name, **__: part(name, ends_with=both_workers))
+    async with contextlib.AsyncExitStack() as stack:
+        sizes = ("engine.replicas=2", "rollout.workers=2")
+        running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=sizes)
+        workers = running.create_rollout_workers()
+        await running._start_trainer(tmp_path, load_config([]).optimizer)
+        replicas = [await running._start_replica(slot=i, name=f"replica-{i}") for i in range(2)]
+        await running.start_rollout_workers(workers, ReplicaPool(replicas))
+    assert ended == ["worker-0", "worker-1", "trainer", "replica-0", "replica-1"]
+
+
 class FakeClosed:
     """A failed worker, or a replica. error: raised when it is to forget a client."""
 
