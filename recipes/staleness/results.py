@@ -28,6 +28,7 @@ from .experiment import SEED, Cell, Experiment
 
 DPI = 80
 RATE = "tokens trained per second"
+LONG_LABEL = 8  # letters, above which labels below bars slant
 _DIGITS = 5
 
 T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
@@ -356,7 +357,9 @@ def draw(results: Results) -> Figure:
     upper, lower = cast(Any, figure.subfigures(2, 1))
     axes = upper.subplots(1, len(series) + len(bars))
     short = results.first_axis.rpartition("_")[2]
-    ticks = {label: f"{short} {label}" + (" (sync)" if label == results.control else "") for label in columns}
+    ticks = {label: f"{short} {label}" for label in columns}
+    if results.control in ticks and results.control != "synchronous":
+        ticks[results.control] += " (sync)"
     for axis, (name, of_columns) in zip(axes, series.items(), strict=False):
         for label, cells in of_columns.items():
             _curve(axis, cells, label=ticks[label])
@@ -372,7 +375,7 @@ def draw(results: Results) -> Figure:
             axis.legend(fontsize="small", loc="upper left" if title == RATE else "lower right")
     for axis, label in zip(lower.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
         _histogram(axis, {name: of_columns.get(label, []) for name, of_columns in series.items()})
-        axis.set_title(f"staleness of trained tokens, {ticks[label]}")
+        axis.set_title(f"staleness of trained tokens,\n{ticks[label]}")
     return figure
 
 
@@ -402,7 +405,8 @@ def _bars(axis: Axes, series: Mapping[str, Any], ticks: Sequence[str], value: An
         found = [interval(np.array([value(cell) for cell in of_columns.get(label, [])] or [np.nan])) for label in ticks]
         heights, halves = (np.array(column) for column in zip(*found, strict=True))
         axis.bar(np.arange(len(ticks)) + i * width, heights, width, yerr=halves, label=name)
-    axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, ticks)
+    slant = {"rotation": 30, "ha": "right"} if any(len(label) > LONG_LABEL for label in ticks) else {}
+    axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, ticks, **slant)
 
 
 def _histogram(axis: Axes, series: Mapping[str, Sequence[CellResult]]) -> None:
