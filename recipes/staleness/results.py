@@ -405,8 +405,10 @@ def _bars(axis: Axes, series: Mapping[str, Any], ticks: Sequence[str], value: An
         found = [interval(np.array([value(cell) for cell in of_columns.get(label, [])] or [np.nan])) for label in ticks]
         heights, halves = (np.array(column) for column in zip(*found, strict=True))
         axis.bar(np.arange(len(ticks)) + i * width, heights, width, yerr=halves, label=name)
-    slant = {"rotation": 30, "ha": "right"} if any(len(label) > LONG_LABEL for label in ticks) else {}
-    axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, ticks, **slant)
+    axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, ticks)
+    if any(len(label) > LONG_LABEL for label in ticks):
+        for text in axis.get_xticklabels():
+            text.set(rotation=30, ha="right")
 
 
 def _histogram(axis: Axes, series: Mapping[str, Sequence[CellResult]]) -> None:
