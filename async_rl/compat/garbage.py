@@ -35,8 +35,8 @@ def make_collections_rare() -> None:
 
 
 def stay_frozen() -> None:
-    """Ignore that code of this process unfreezes all objects.
+    """Make `gc.unfreeze` do nothing in this process, so that no collection visits frozen objects again.
 
-    vLLM's engine process does so when it stops, and collects garbage before it exits, which takes 2 s.
+    vLLM's engine process calls it when it stops, and then collects garbage, which takes 2 s.
     """
     gc.unfreeze = lambda: None
