@@ -1,9 +1,12 @@
 import contextlib
 import gc
+import sys
+from types import SimpleNamespace
 
 import pytest
 
 from async_rl.compat.garbage import make_collections_rare, no_collections, stay_frozen
+from async_rl.inference.vllm.plugin import run_engine
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +53,17 @@ def test_stay_frozen_ignores_an_unfreeze(monkeypatch):
     stay_frozen()
     gc.unfreeze()
     assert gc.get_freeze_count() > 0
+
+
+def test_an_engine_process_stays_frozen_when_vllm_stops_it(monkeypatch):
+    frozen = []
+
+    def run_engine_core():
+        gc.unfreeze()
+        frozen.append(gc.get_freeze_count())
+
+    engine = SimpleNamespace(EngineCoreProc=SimpleNamespace(run_engine_core=run_engine_core))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.core", engine)
+    monkeypatch.setattr(gc, "unfreeze", gc.unfreeze)
+    run_engine()
+    assert frozen[0] > 0
