@@ -1,6 +1,7 @@
 """Results of an experiment: a JSON file with what the figure shows, the figure, and a table.
 
-`python -m recipes.staleness.results FILE...` prints the tables of results and draws their figures again.
+`python -m recipes.staleness.results FILE...` prints the tables of results and draws their figures again. With
+`--against AXIS=LABEL` it prints differences from the runs with that label, seed by seed.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class CellResult:
     """Metric -> mean over the batches."""
     effective_samples: Sequence[tuple[int, float]] = ()
     """Optimizer step and effective sample size, as a share of the tokens, of each batch that trained tokens."""
+    untrained: float = 0.0
+    """Share of the sampled tokens that were dropped or masked, without those of requests that were cancelled."""
+    long_lengths: float | None = None
+    """90th percentile of the lengths of trained trajectories over that of all, of the newest at the end."""
     s_max: float | None = None
     """Of a synchronous run, see `most_speed_up`; None if it was not measured."""
     waits: Sequence[tuple[float, float]] = ()
@@ -118,6 +123,7 @@ def result_of(cell: Cell, run: RunRecord, *, synchronous: bool = False) -> CellR
         for lag, tokens in step["staleness/tokens"].items():
             staleness[int(lag)] = staleness.get(int(lag), 0) + tokens
     validations = [(v["train_step"], v["validation/success"]) for v in run.validations]
+    untrained, long_lengths = _left_out(run.steps[-1])
     return CellResult(
         labels=cell.labels,
         train_steps=steps,
@@ -131,12 +137,22 @@ def result_of(cell: Cell, run: RunRecord, *, synchronous: bool = False) -> CellR
         staleness=dict(sorted(staleness.items())),
         means={key: float(np.mean(values)) for key in MEANS if len(values := run.column(key)[1])},
         effective_samples=[(int(step), float(value)) for step, value in zip(*run.column("ess/token"), strict=True)],
+        untrained=untrained,
+        long_lengths=long_lengths,
         s_max=most_speed_up(read_trace(trace)) if synchronous and trace is not None and trace.exists() else None,
         waits=[
             (wait := step["idle/trainer"] * step["step/seconds"], step["step/seconds"] - wait)
             for step in (run.steps if synchronous else ())
         ],
     )
+
+
+def _left_out(last: Mapping[str, Any]) -> tuple[float, float | None]:
+    """`CellResult.untrained` and `long_lengths`, from the metrics of a run's last step."""
+    trained, masked, dropped = (last.get(f"ledger/{kind}_tokens") or 0 for kind in ("trained", "masked", "dropped"))
+    of_trained, of_all = (last.get(f"length/{kind}_p90") for kind in ("trained", "offered"))
+    share = (masked + dropped) / max(1, trained + masked + dropped)
+    return share, of_trained / of_all if of_trained and of_all else None
 
 
 def most_speed_up(events: Sequence[Mapping[str, Any]]) -> float | None:
@@ -294,6 +310,9 @@ def table(results: Results) -> Iterator[str]:
         columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
     means = MEANS if target is not None else {key: name for key, name in MEANS.items() if key not in IDLE}
     columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in means.items()}
+    if any(cell.untrained for cell in results.cells):
+        columns["dropped or masked tokens"] = lambda cell: cell.untrained
+        columns["p90 length, trained / sampled"] = lambda cell: cell.long_lengths or math.nan
     others = [axis for axis in results.cells[0].labels if axis not in (results.first_axis, SEED)]
     yield f"| {' | '.join([*others, results.first_axis, *columns])} |"
     yield "|" + "---|" * (len(others) + 1 + len(columns))
@@ -305,6 +324,37 @@ def table(results: Results) -> Iterator[str]:
         yield f"\nS_max: {_shown(limits)}"
     if (line := collapses(results)) is not None:
         yield f"\n{line}"
+
+
+def differences(results: Results, *, axis: str, label: str) -> Iterator[str]:
+    """Rows of a Markdown table: differences from the runs with `label` on `axis`, seed by seed.
+
+    Two runs of a pair differ in the label of `axis` alone. Rates are compared as a ratio. Rewards (0.4, 0.5, 0.6) less
+    (0.3, 0.5, 0.5) give (0.1, 0, 0.1): 0.0667 ± 0.1434.
+
+    Raises:
+        ValueError: the experiment has no such axis, or the axis has no such label.
+    """
+    axes = [name for name in results.cells[0].labels if name != SEED]
+    if axis not in axes:
+        raise ValueError(f"{axis!r} is none of the axes {', '.join(axes)}")
+    if label not in (found := results.labels(axis)):
+        raise ValueError(f"{label!r} is none of the labels of {axis}: {', '.join(found)}")
+    columns: dict[str, Callable[[CellResult, CellResult], float]] = {
+        "success at the end": lambda cell, other: cell.success - other.success,
+        "mean reward": lambda cell, other: float(np.mean(cell.rewards) - np.mean(other.rewards)),
+    }
+    if results.target is not None:
+        columns["tokens/s, ratio"] = lambda cell, other: cell.tokens_per_second / other.tokens_per_second
+    partners = {tuple(cell.labels.items()): cell for cell in results.cells}
+    yield f"| {' | '.join([*axes, *columns])} |"
+    yield "|" + "---|" * (len(axes) + len(columns))
+    for cells in results.by_labels():
+        if cells[0].labels[axis] == label:
+            continue
+        pairs = [(cell, partners[tuple({**cell.labels, axis: label}.items())]) for cell in cells]
+        shown = [_shown([value(*pair) for pair in pairs]) for value in columns.values()]
+        yield f"| {' | '.join([*(cells[0].labels[name] for name in axes), *shown])} |"
 
 
 def collapses(results: Results, *, share: float = 0.25) -> str | None:
@@ -336,7 +386,8 @@ def _shown(values: Sequence[float]) -> str:
     if not len(found):
         return ""
     mean, half = interval(found)
-    digits = max(0, 2 - math.floor(math.log10(abs(mean)))) if 0 < abs(mean) < 100 else 0
+    size = abs(mean) or half
+    digits = max(0, 2 - math.floor(math.log10(size))) if 0 < size < 100 else 0
     form = ".1e" if digits > 5 else f".{digits}f"
     text = f"{mean:{form}}" if len(found) == 1 else f"{mean:{form}} ± {half:{form}}"
     return text if len(found) == len(values) else f"{text} ({len(found)} of {len(values)})"
@@ -442,14 +493,29 @@ def _rounded(value: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and draw the figure of each file; returns the exit code."""
+    """Print the table and draw the figure of each file, or print its differences.
+
+    Returns:
+        exit code: 0 on success, 2 if an experiment has no label of that axis.
+    """
     parser = argparse.ArgumentParser(prog="python -m recipes.staleness.results", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="results.json of an experiment")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the figures, EXPERIMENT.png each")
+    parser.add_argument(
+        "--against", metavar="AXIS=LABEL", help="instead print differences from the runs with this label"
+    )
     arguments = parser.parse_args(argv)
     for path in arguments.files:
         results = Results.read(path)
-        show(results, arguments.out / f"{results.experiment}.png")
+        if arguments.against is None:
+            show(results, arguments.out / f"{results.experiment}.png")
+            continue
+        axis, _, label = arguments.against.partition("=")
+        try:
+            sys.stdout.write("".join(f"{line}\n" for line in differences(results, axis=axis, label=label)))
+        except ValueError as error:
+            sys.stderr.write(f"error: {path}: {error}\n")
+            return 2
     return 0
 
 

@@ -16,6 +16,7 @@ from recipes.staleness import sweep
 from recipes.staleness.experiment import experiments, read_experiment
 from recipes.staleness.results import (
     Results,
+    _shown,
     _smooth,
     collapses,
     draw,
@@ -138,6 +139,18 @@ def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
     assert len(draw(untimed).axes) == len(draw(replace(untimed, target=0.9)).axes) - 2
 
 
+def test_the_table_shows_which_tokens_were_left_out():
+    experiment = LOSSES.changed(["staleness.max_staleness=3", "loss=tis,dis", "seed=0"])
+    runs = {cell: record(cell) for cell in experiment.cells()}
+    ledger = {"ledger/trained_tokens": 60, "ledger/masked_tokens": 10, "ledger/dropped_tokens": 30}
+    for run, counted in zip(runs.values(), (True, False), strict=True):
+        run.steps[-1] |= {"length/trained_p90": 50.0, "length/offered_p90": 80.0, **(ledger if counted else {})}
+    heading, _, left_out, whole = table(Results.of(experiment, runs))
+    assert heading.endswith("| dropped or masked tokens | p90 length, trained / sampled |")
+    assert left_out.endswith("| 0.400 | 0.625 |") and whole.endswith("| 0 | 0.625 |")
+    assert "masked" not in next(table(results_of(experiment)))
+
+
 def test_the_most_speed_up_counts_rollouts_that_wait_for_others():
     def span(kind, start, end):
         return {"cat": kind, "ts": start, "dur": end - start}
@@ -177,6 +190,31 @@ def test_effective_samples_are_compared_between_runs_that_collapse_and_others():
         "2 of 4 runs collapse; effective samples in the first 40% of the steps tell which with an AUC of 0.75"
     )
     assert collapses(results_of(experiment)) is None
+
+
+def test_differences_are_of_pairs_with_the_same_seed(tmp_path, capsys):
+    experiment = replace(LOSSES, target=0.9).changed(["staleness.max_staleness=3,7", "loss=tis,dis", "seed=0,1,2"])
+    rewards = {"3": (0.3, 0.5, 0.5), "7": (0.4, 0.5, 0.6)}
+    runs = {
+        cell: record(cell, reward=rewards[cell.labels["max_staleness"]][int(cell.labels["seed"])] / 3)
+        for cell in experiment.cells()
+    }
+    for cell, run in runs.items():  # bound 7 takes half of the time
+        for step in run.steps:
+            step["step/seconds"] /= 2 if cell.labels["max_staleness"] == "7" else 1
+    Results.of(experiment, runs).write(tmp_path / "results.json")
+    assert stored.main([str(tmp_path / "results.json"), "--against", "max_staleness=3"]) == 0
+    heading, _, *rows = capsys.readouterr().out.splitlines()
+    assert heading == "| max_staleness | loss | success at the end | mean reward | tokens/s, ratio |"
+    half = 4.303 * 0.1 / 3  # deviation 0.1 / sqrt(3), over sqrt(3)
+    assert rows == [f"| 7 | {loss} | 0 ± 0 | 0.0667 ± {half:.4f} | 2.00 ± 0.00 |" for loss in ("tis", "dis")]
+    for against, message in (("bound=3", "'bound' is none of the axes"), ("loss=gspo", "'gspo' is none of the labels")):
+        assert stored.main([str(tmp_path / "results.json"), "--against", against]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_interval_around_zero_is_shown_with_its_digits():
+    assert _shown([-0.05, 0.05]) == "0.000 ± 0.635" and _shown([0.0, 0.0]) == "0 ± 0"
 
 
 class Runs:
