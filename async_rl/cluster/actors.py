@@ -42,9 +42,8 @@ if TYPE_CHECKING:
     from async_rl.cluster.rollout_workers import WorkerReplicaPool
     from async_rl.config import ClusterConfig, RunConfig
     from async_rl.files.rollouts import RecordConfig
-    from async_rl.metrics.validation import ValidationRollout
     from async_rl.rollout.group_contents import ContentPlace
-    from async_rl.rollout.worker import RolledGroup, RolloutWorker, WorkerEvent
+    from async_rl.rollout.worker import RolledGroup, RolledPrompts, RolloutWorker, WorkerEvent
     from async_rl.trainer.batch.training_batch import TrainingBatch
     from async_rl.trainer.loss.losses import LossConfig
     from async_rl.trainer.model.model import TrainerConfig
@@ -556,7 +555,7 @@ class RolloutHost:
     async def avoid(self, names: Collection[str]) -> None:
         await self._worker.avoid(names)
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         return await self._worker.validate(prompts, number=number)
 
     async def events(self) -> list[WorkerEvent]:

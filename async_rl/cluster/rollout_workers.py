@@ -28,7 +28,6 @@ from async_rl.endpoint.turns import turn_reader
 from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
-from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
 from async_rl.rollout.recorded import RolloutLog
@@ -36,7 +35,7 @@ from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import Task, build_task
 from async_rl.rollout.validator import Validator
-from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, WorkerEvent
+from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, RolloutWorker, WorkerEvent
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import Admission
 from message_queue.trajectory import Trajectory
@@ -271,7 +270,7 @@ class WorkerClient:
     async def avoid(self, names: Collection[str]) -> None:
         await self._answer("avoid", self._actor.avoid.remote(names), timeout_s=self._timeout_s)
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         return await self._answer("validate", self._actor.validate.remote(prompts, number=number))
 
     async def events(self) -> list[WorkerEvent]:

@@ -68,7 +68,6 @@ class RequestModel:
 
     def __init__(self, records: Records) -> None:
         requests = [s for s in records.of("generate") if s.seconds > 0 and s.args["replica"]]  # "" if it has no answer
-        requests += _held_out_requests(records, [str(s.args.get("replica")) for s in requests])
         self.max_running = int(records.config["engine"].get("max_num_seqs", 256))
         rollout = records.config["rollout"]
         self._recomputes = rollout["on_update"] == "keep" and rollout["kv"] == "recompute"
@@ -290,25 +289,6 @@ def _not_negative(columns: Floats, values: Floats) -> Floats:
         if (found >= 0).all() and error < least:
             best, least = found, error
     return best
-
-
-def _held_out_requests(records: Records, replicas: Sequence[str]) -> list[Span]:
-    """Requests of validations, which a trace does not have: spread over the replicas, with ends at equal distances."""
-    validation, names = records.config.get("validation", {}), sorted(set(replicas))
-    count = validation.get("prompts", 0) * validation.get("samples", 1)
-    tokens = [sum(t for _, t in spans) for of in records.batches.values() for g in of for spans in g["spans"]]
-    mean = float(np.mean(tokens)) if tokens else 0.0
-    return [
-        Span(
-            process="",
-            kind="generate",
-            start=span.start,
-            end=span.start + span.seconds * (number + 1) / count,
-            args={"replica": names[number % len(names)], "tokens": mean},
-        )
-        for span in records.of("validate")
-        for number in range(count if names else 0)
-    ]
 
 
 def _turns(spans: Sequence[Span]) -> int:

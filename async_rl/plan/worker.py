@@ -7,7 +7,7 @@ aborted request is made again with the tokens that are left, so it may continue 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -18,12 +18,11 @@ from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
-from async_rl.metrics.validation import ValidationRollout
 from async_rl.plan.description import Workload
 from async_rl.plan.replica import Decode, TracedSpan
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.worker import RolledGroup, WorkerEvent
+from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
 from message_queue.tokens import StopReason
@@ -104,7 +103,8 @@ class PlannedWorker:
         self._rolls[group] = task, spans
         self._on_open(len(lengths))
         try:
-            rolled = [self._trajectory(int(t), spans[n], group=group, number=n) for n, t in enumerate(lengths)]
+            places = [{"group": group, "trajectory": number} for number in range(len(lengths))]
+            rolled = map(self._trajectory, lengths.tolist(), spans, places)
             trajectories = await asyncio.gather(*rolled)
         except asyncio.CancelledError:
             if group not in self._given_up:
@@ -127,17 +127,16 @@ class PlannedWorker:
     async def roll_held_out(self, trajectories: int, *, number: int) -> None:
         """Roll out trajectories of a validation, which no batch has."""
         lengths = np.maximum(self._workload.lengths.sample(self._draw, (trajectories,)), self._workload.turns)
-        name = -number  # of no group, so that it is not traced, as in a run
-        await asyncio.gather(*(self._trajectory(int(t), [], group=name, number=n) for n, t in enumerate(lengths)))
+        places = ({"round": number, "rollout": n} for n in range(trajectories))
+        await asyncio.gather(*(self._trajectory(int(t), [], place) for t, place in zip(lengths, places, strict=True)))
 
-    async def _trajectory(self, length: int, spans: list[Span], *, group: int, number: int) -> TrajectoryHead:
+    async def _trajectory(self, length: int, spans: list[Span], place: Mapping[str, int]) -> TrajectoryHead:
+        """A trajectory; the time spans in it have the arguments `place`."""
         workload, requests, loop = self._workload, 0, asyncio.get_running_loop()
-        name, started = f"{group}/{number}", loop.time()
-        place = {"group": group, "trajectory": number}
+        name, started = "/".join(f"{key}{value}" for key, value in place.items()), loop.time()
 
         def trace(kind: str, since: float, **args: Any) -> None:
-            if group >= 0:
-                self._spans.append(TracedSpan(self.name, kind, since, loop.time(), place | args))
+            self._spans.append(TracedSpan(self.name, kind, since, loop.time(), {**place, **args}))
 
         for turn in range(workload.turns):
             if turn:
@@ -153,7 +152,7 @@ class PlannedWorker:
                 await self._router.generate(cast(GenerateRequest, decode))
                 spans += decode.spans
                 trace("generate", called, replica=decode.replica, tokens=decode.sampled, aborted=decode.aborted)
-        trace("trajectory", started)
+        trace("trajectory" if "group" in place else "validation", started)
         total = int(workload.prompt_tokens) + length
         return TrajectoryHead(
             length=total,
@@ -189,7 +188,7 @@ class PlannedWorker:
     async def forget(self, groups: Collection[int]) -> None:
         """There is no content."""
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         raise NotImplementedError("a plan has no validation")
 
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:

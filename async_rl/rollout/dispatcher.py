@@ -27,7 +27,7 @@ from async_rl.metrics.validation import ValidationResult, ValidationRollout, val
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
-from async_rl.rollout.worker import LostReplica, RolledGroup, WorkerEvent
+from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
@@ -60,7 +60,7 @@ class Worker(Protocol):
     async def pause_tools(self) -> None: ...
     async def resume_tools(self) -> None: ...
     async def avoid(self, names: Collection[str]) -> None: ...
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]: ...
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts: ...
     async def follow(self, replicas: Sequence[PoolReplica]) -> None: ...
     async def events(self) -> list[WorkerEvent]: ...
     async def end(self) -> None: ...
@@ -286,10 +286,13 @@ class Dispatcher:
             await self._least()
             member = self._live[slot % len(self._live)]
             try:
-                return await member.worker.validate(prompts, number=number)
+                rollouts, spans = await member.worker.validate(prompts, number=number)
             except WorkerLostError as error:
                 self._lose(member, error)
                 await member.gone.wait()  # the next worker makes requests of the same names
+            else:
+                self._trace.add(member.worker.name, spans)
+                return rollouts
 
     def _lose(self, member: _Member, error: WorkerLostError) -> None:
         """Remove a worker permanently; `watch` replaces it."""

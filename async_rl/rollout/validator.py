@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, RolloutError
+from agent_loop.timeline import Timeline, enclosing
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
@@ -20,6 +21,9 @@ class Validator:
 
     Args:
         decode: token ids -> text.
+
+    Attributes:
+        timeline: time spans of the rollouts.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Validator:
         self._decode = decode
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
+        self.timeline = Timeline("validation")
 
     async def run(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> list[ValidationRollout]:
         """Roll out each prompt once; the results are in the order of the prompts.
@@ -48,7 +53,7 @@ class Validator:
         trajectories = [Trajectory(routing=self._routing, resume_routing=self._resume_routing) for _ in prompts]
         async with asyncio.TaskGroup() as rollouts:
             tasks = [
-                rollouts.create_task(self._roll(prompt, trajectory, f"validation{number}-{place}"))
+                rollouts.create_task(self._roll(prompt, trajectory, number=number, place=place))
                 for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
         return [
@@ -56,10 +61,12 @@ class Validator:
             for trajectory, task in zip(trajectories, tasks, strict=True)
         ]
 
-    async def _roll(self, prompt: Prompt, trajectory: Trajectory, session: str) -> str | None:
+    async def _roll(self, prompt: Prompt, trajectory: Trajectory, *, number: int, place: int) -> str | None:
         """Run one rollout; returns None, or its error."""
+        session = f"validation{number}-{place}"
         try:
-            await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
+            with self.timeline.span("validation", round=number, rollout=place) as span, enclosing(span):
+                await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
             if not trajectory.closed:
                 raise RolloutError(f"the agent loop returned without closing the trajectory of prompt {prompt.index}")
         except (EngineError, ContractError):

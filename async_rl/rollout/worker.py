@@ -40,6 +40,10 @@ class RolledGroup:
     """Spans of all groups of the worker that ended since its last result."""
 
 
+RolledPrompts = tuple[Sequence[ValidationRollout], Sequence[TimeSpan]]
+"""Rollouts of held-out prompts, and their time spans."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostReplica:
     """A replica failure detected by a worker."""
@@ -150,10 +154,10 @@ class RolloutWorker:
         """Tools start again."""
         self._gate.resume()
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> Sequence[ValidationRollout]:
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
         assert self._validator is not None
-        return await self._validator.run(prompts, number=number)
+        return await self._validator.run(prompts, number=number), self._validator.timeline.take()
 
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:
         """Use exactly these replicas; no effect here, because a worker in the driver's process shares its pool."""

@@ -59,7 +59,7 @@ def test_trace_follows_each_trained_group_through_every_process(short_run):
     groups = [group["group"] for group in lines(short_run, "ledger.jsonl")[:-1] if group["outcome"] == "trained"]
     kinds = check_trace(short_run, trained=groups)
     assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint", "validate"} - {"trajectory"}
-    assert kinds["worker-0"] >= {"trajectory", "generate", "reward"}
+    assert kinds["worker-0"] >= {"trajectory", "generate", "reward", "validation"}
     assert kinds["replica-0"] == {"fetch", "pause", "abort", "load"}
     assert kinds["trainer-0"] >= {"fetch", "build", "forward_backward", "optimizer", "record", "export", "checkpoint"}
 

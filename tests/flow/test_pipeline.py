@@ -212,6 +212,11 @@ async def test_validation_runs_before_during_and_after_training(tmp_path, load_s
     assert rounds[0]["train_step"] == 0 and rounds[-1]["validation/min_version"] == 6
     if not load_s:
         assert [r["train_step"] for r in rounds] == [0, 2, 4, 6]
+    kinds = check_trace(tmp_path, trained=[group["group"] for group in harness.groups("trained")])
+    assert kinds["worker-0"] == {"trajectory", "generate", "validation"}
+    spans = [event["args"] for event in read_trace(tmp_path / "trace.json") if event["cat"] == "validation"]
+    asked = [(number, rollout) for number in range(1, len(rounds) + 1) for rollout in range(5)]
+    assert sorted((span["round"], span["rollout"]) for span in spans) == asked
     harness.check_ledger()
 
 

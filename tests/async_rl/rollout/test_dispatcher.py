@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from agent_loop.loop import Message, Prompt
+from agent_loop.timeline import TimeSpan
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.metrics.validation import ValidationRollout
@@ -64,7 +65,7 @@ class FakeWorker:
         if self.name == "dies in a validation":
             self.die()
             self._answer()
-        return [
+        rollouts = [
             ValidationRollout(
                 reward=float(prompt.index),
                 tokens=place,
@@ -77,6 +78,7 @@ class FakeWorker:
             )
             for place, prompt in prompts
         ]
+        return rollouts, [TimeSpan("validation", "validation 0", 0.0, 1.0, {"round": number})]
 
     async def follow(self, replicas):
         self._answer("follow", [replica.name for replica in replicas])
