@@ -277,7 +277,11 @@ class Results:
         """Labels of the other axes -> label of the first axis -> results of all seeds."""
         found: dict[str, dict[str, list[CellResult]]] = {}
         for cell in self.cells:
-            others = [label for axis, label in cell.labels.items() if axis not in (self.first_axis, SEED)]
+            others = [
+                f"{axis} {label}" if label[0].isdigit() else label
+                for axis, label in cell.labels.items()
+                if axis not in (self.first_axis, SEED)
+            ]
             of_series = found.setdefault(", ".join(others) or self.experiment, {})
             of_series.setdefault(cell.labels[self.first_axis], []).append(cell)
         return found
