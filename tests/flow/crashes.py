@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from async_rl.controller import checkpoints
 from async_rl.controller.checkpoints import RunState, read_run_state
 from message_queue.content import ContentWriter
 from message_queue.disk_errors import JournalBroken
@@ -44,6 +45,8 @@ class Kill:
         with contextlib.ExitStack() as stack:
             for owner, name in ((EventJournal, "_write"), (ContentWriter, "_append"), (ContentWriter, "_forget")):
                 stack.enter_context(patch.object(owner, name, self._counted(getattr(owner, name), copy)))
+            for name in ("publish_folder", "recover_folders", "remove_folder"):
+                stack.enter_context(patch.object(checkpoints, name, self._locked(getattr(checkpoints, name))))
             yield
 
     def _counted(self, write, copy):
@@ -59,6 +62,15 @@ class Kill:
                 return write(*args)
 
         return counted
+
+    def _locked(self, change):
+        """`change` of the folders, which waits while the directory is copied."""
+
+        def locked(*args):
+            with self._lock:
+                return change(*args)
+
+        return locked
 
     def _die(self, copied: threading.Event) -> None:
         try:
