@@ -100,7 +100,7 @@ def predict(
 def _overrides(
     config: Mapping[str, Any], description: Description | None, requests: RequestModel | None
 ) -> Iterator[Override]:
-    yield from _of_rollouts(config, requests)
+    yield from _of_rollouts(config, description, requests)
     yield from _of_publishes(config)
     yield from _of_trainer(config)
     if description is not None:
@@ -114,7 +114,9 @@ def _overrides(
         )
 
 
-def _of_rollouts(config: Mapping[str, Any], requests: RequestModel | None) -> Iterator[Override]:
+def _of_rollouts(
+    config: Mapping[str, Any], description: Description | None, requests: RequestModel | None
+) -> Iterator[Override]:
     staleness, updates = config["staleness"], config["trainer"].get("updates_per_batch", 1)
     bound = staleness["max_staleness"]
     for more in (1, 2):
@@ -132,13 +134,14 @@ def _of_rollouts(config: Mapping[str, Any], requests: RequestModel | None) -> It
             treats=("drops",),
             change=lambda d: replace(d, staleness=replace(d.staleness, policy="wait")),
         )
-    retries = config["rollout"].get("failure", {}).get("max_retries", 0)
-    yield Override(
-        text=f"rollout.failure.max_retries={retries + 2}",
-        treats=("drops",),
-        change=lambda d: _interrupted(d, failed=0.0),
-        price="if no retry fails",
-    )
+    if description is None or description.interruptions.failed:
+        retries = config["rollout"].get("failure", {}).get("max_retries", 0)
+        yield Override(
+            text=f"rollout.failure.max_retries={retries + 2}",
+            treats=("drops",),
+            change=lambda d: _interrupted(d, failed=0.0),
+            price="if no retry fails",
+        )
     if requests is not None:
         slots = requests.max_running
         yield Override(

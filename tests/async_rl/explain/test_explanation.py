@@ -96,3 +96,16 @@ def test_command_prints_shares_and_json_that_add_up(run, capsys):
     values = json.loads(capsys.readouterr().out)
     assert sum(values["seconds"].values()) == pytest.approx(sum(s["end"] - s["start"] for s in values["steps"]))
     assert values["limit"] in values["seconds"]
+
+
+@pytest.mark.parametrize(("reason", "text"), [("expired", "staleness=wait"), ("rollouts failed", "max_retries=2")])
+def test_an_override_for_drops_is_for_their_reason(tmp_path, reason, text):
+    dropped = range(5, 9)
+    events = [*three_steps(), *(span("rollout", 0, 30, group=group) for group in dropped)]
+    ledger = [*LEDGER, *({"group": g, "outcome": "dropped", "reason": reason, "train_step": None} for g in dropped)]
+    bound = {"max_staleness": 1, "policy": "drop" if reason == "expired" else "wait", "max_requeues": 3}
+    write_run(tmp_path, events, metrics=METRICS, schedule=SCHEDULE, ledger=ledger, config={"staleness": bound})
+    found = explain(tmp_path)
+    assert found.seconds["drops"] > 0.05 * sum(found.seconds.values())
+    (override,) = [each.override.text for each in found.predictions if "drops" in each.override.treats]
+    assert override.endswith(text)
