@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+import time
 import traceback
 import warnings
 import weakref
@@ -28,6 +29,7 @@ from tests.parallel.support import (
 )
 
 LIMIT_S = 500.0
+RELEASE_S = 20.0
 SMALL_BUCKET = 64 << 10  # bytes; a few tensors of the small models
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
 ADAM = OptimizerConfig(lr=1e-3, eps=1e-3, weight_decay=0.01)
@@ -127,8 +129,8 @@ def counted_reads():
 def look_at_export(trainer):
     """Sizes in elements while rank 0 receives all weights.
 
-    held, whole: weights of this rank, and of all. bucket, unit: the largest of the source. most_at_once: the most that
-    a rank has at one time beside its own weights.
+    held, whole: weights of this rank, and of all. limit: a bucket that the caller still has and the next one, and the
+    parts of a unit on their way into it. most_at_once: the most that a rank has at one time beside its own weights.
     """
     from async_rl.trainer.model.convert import named_weights
     from async_rl.trainer.model.source import WeightSource
@@ -137,15 +139,15 @@ def look_at_export(trainer):
     weights = [weight for _, weight in named_weights(model.chunks)]
     held = sum(weight.numel() for weight in weights)
     source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
-    with LiveTensors(known=weights) as live:
+    units = [[sum(math.prod(t.shape) for t in unit.tensors) for unit in b.units] for b in source.plan.buckets]
+    limit = 2 * (max(map(sum, units)) + max(map(max, units)))
+    with LiveTensors(known=weights, limit=limit) as live:
         for _ in source.on_first_rank():
             pass
     most = torch.tensor(live.most)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    units = [[sum(math.prod(t.shape) for t in unit.tensors) for unit in b.units] for b in source.plan.buckets]
     return {
-        "bucket": max(map(sum, units)),
-        "unit": max(map(max, units)),
+        "limit": limit,
         "held": held,
         "whole": sum(map(sum, units)),
         "most_at_once": most.item(),
@@ -172,11 +174,14 @@ class LiveTensors(TorchDispatchMode):
     """Elements of the tensors made inside the block that live at one time; `most` is the highest number.
 
     known: tensors made before; the block may make views of these.
+    limit: elements that are expected at most. Above it, the threads of gloo get time to release the tensors of
+    collectives that have ended, which they do a moment later.
     """
 
-    def __init__(self, known):
+    def __init__(self, known, limit):
         super().__init__()
         self.now = self.most = 0
+        self._limit, self._until = limit, time.monotonic() + RELEASE_S
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in known)
 
     def __torch_dispatch__(self, function, _types, args=(), kwargs=None):
@@ -193,6 +198,8 @@ class LiveTensors(TorchDispatchMode):
         self._known.add(storage)
         size = storage.nbytes() // tensor.element_size()
         self.now += size
+        while self.now > self._limit and time.monotonic() < self._until:
+            time.sleep(0.001)
         self.most = max(self.most, self.now)
         weakref.finalize(storage, self._leave, size)
 
