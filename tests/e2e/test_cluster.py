@@ -29,6 +29,7 @@ from tests.e2e.runs import (
     wait_for_step,
 )
 from tests.e2e.tasks import TURNS
+from tests.helpers.traces import check_trace
 
 APART = ("cluster.strategy=STRICT_SPREAD", "cluster.start_timeout_s=60", "total_train_steps=2")
 
@@ -85,6 +86,8 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     assert [path.name for path in nodes.iterdir()] == ["log"]
     assert (rank["ASYNC_RL_TEST"], replica["ASYNC_RL_TEST"]) == ("rank", "replica")
     assert "VllmWorker-1" in (run / "logs" / "replica-0-node-1.log").read_text(), "the second rank is on another node"
+    kinds = check_trace(run, trained=[g["group"] for g in lines(run, "ledger.jsonl")[:-1] if g["outcome"] == "trained"])
+    assert kinds.keys() - {"controller"} == pids(run).keys() - {"queue"}, "processes of all nodes have spans"
 
 
 def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, environment, tmp_path):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
+from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start
+from tests.helpers.traces import check_trace
 
 pytestmark = pytest.mark.timeout(900)
 STEPS = 6
@@ -30,6 +31,9 @@ def run(directory, *overrides):
     assert all(s["mismatch/k3_probe"] is not None for s in steps)
     check_rollouts(directory, steps, groups)
     assert max(s["partial/resumed_fraction"] for s in steps) > 0, "no publish met a rollout in the engine"
+    kinds = check_trace(directory, trained=[g["group"] for g in groups if g["outcome"] == "trained"])
+    assert kinds.keys() - {"controller"} == pids(directory).keys() - {"queue"}
+    assert all("load" in kinds[part] for part in kinds if part.startswith("replica"))
     return steps, groups
 
 
