@@ -21,7 +21,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from pydantic import TypeAdapter
 
-from async_rl.metrics.curves import include_unit_interval
 from async_rl.metrics.report import RunRecord
 from async_rl.metrics.trace import read_trace
 
@@ -29,6 +28,7 @@ from .experiment import SEED, Cell, Experiment
 
 DPI = 80
 RATE = "tokens trained per second"
+BARS_OF_A_PANEL = 20
 LONG_LABEL = 8  # letters, above which labels below bars slant
 _DIGITS = 5
 
@@ -400,17 +400,19 @@ def _shown(values: Sequence[float]) -> str:
 def draw(results: Results) -> Figure:
     """Draw reward over steps, final success, throughput and time to a target, and the staleness of trained tokens.
 
-    Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`).
+    Curves and bars are means over the seeds. Bands and error bars are 95 % intervals of the mean (`interval`), as far
+    as they are within a panel.
     """
     series, columns = results.series(), results.labels(results.first_axis)
     bars = {"held-out success after the last step": lambda cell: cell.success}
     if (target := results.target) is not None:
         bars[RATE] = lambda cell: cell.tokens_per_second
         bars[f"seconds to held-out success {target:g}"] = lambda cell: cell.seconds_to(target)
-    figure = Figure(figsize=(3.75 * max(len(series) + len(bars), len(columns)), 8.5), layout="constrained")
+    widths = [1.0] * len(series) + [max(1.0, len(series) * len(columns) / BARS_OF_A_PANEL)] * len(bars)
+    figure = Figure(figsize=(3.75 * max(sum(widths), len(columns)), 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = cast(Any, figure.subfigures(2, 1))
-    axes = upper.subplots(1, len(series) + len(bars))
+    axes = upper.subplots(1, len(widths), width_ratios=widths)
     short = results.first_axis.rpartition("_")[2]
     ticks = {label: f"{short} {label}" for label in columns}
     if results.control in ticks and results.control != "synchronous":
@@ -419,8 +421,9 @@ def draw(results: Results) -> Figure:
         for label, cells in of_columns.items():
             _curve(axis, cells, label=ticks[label])
         axis.set(title=f"reward, {name}" if len(series) > 1 else "reward", xlabel="train step")
-        include_unit_interval(axis)
-        axis.legend(fontsize="small")
+        means = [line.get_ydata() for line in axis.get_lines()]
+        axis.set_ylim(min(0, *map(min, means)), max(1, *map(max, means)))  # bands may be wider
+    axes[0].legend(fontsize="small")
     for axis, (title, value) in zip(axes[len(series) :], bars.items(), strict=True):
         _bars(axis, series, columns, value)
         axis.set(title=title, xlabel=results.first_axis)
@@ -428,9 +431,13 @@ def draw(results: Results) -> Figure:
             _limits(axis, results)
         if len(axis.get_legend_handles_labels()[0]) > 1:
             axis.legend(fontsize="small", loc="upper left" if title == RATE else "lower right")
-    for axis, label in zip(lower.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+    axes[len(series)].set_ylim(0, 1)
+    histograms = lower.subplots(1, len(columns), squeeze=False)[0]
+    for axis, label in zip(histograms, columns, strict=True):
         _histogram(axis, {name: of_columns.get(label, []) for name, of_columns in series.items()})
         axis.set_title(f"staleness of trained tokens,\n{ticks[label]}")
+    if len(series) > 1:
+        histograms[0].legend(fontsize="small")
     return figure
 
 
@@ -461,6 +468,7 @@ def _bars(axis: Axes, series: Mapping[str, Any], ticks: Sequence[str], value: An
         heights, halves = (np.array(column) for column in zip(*found, strict=True))
         axis.bar(np.arange(len(ticks)) + i * width, heights, width, yerr=halves, label=name)
     axis.set_xticks(np.arange(len(ticks)) + width * (len(series) - 1) / 2, ticks)
+    axis.set_ylim(bottom=0)
     if any(len(label) > LONG_LABEL for label in ticks):
         for text in axis.get_xticklabels():
             text.set(rotation=30, ha="right")
@@ -476,10 +484,8 @@ def _histogram(axis: Axes, series: Mapping[str, Sequence[CellResult]]) -> None:
             for lag, tokens in cell.staleness.items():
                 counts[lag] += tokens
         axis.bar(np.arange(oldest + 1) + i * width, counts / max(counts.sum(), 1), width, label=name)
-    axis.set(xlabel="optimizer steps", ylabel="share", ylim=(0, 1))
+    axis.set(xlabel="optimizer steps", ylabel="share", xlim=(-0.5, oldest + 1))
     cast(Any, axis.xaxis.get_major_locator()).set_params(integer=True)
-    if len(series) > 1:
-        axis.legend(fontsize="small")
 
 
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
