@@ -103,6 +103,7 @@ def test_the_figure_shows_means_over_seeds_with_their_intervals():
     experiment = LOSSES.changed(["staleness.max_staleness=3", "loss=tis"])
     runs = {cell: record(cell, reward=0.1 + 0.03 * int(cell.labels["seed"])) for cell in experiment.cells()}
     curve = draw(Results.of(experiment, runs)).axes[0]
+    assert [text.get_text() for text in curve.get_legend().get_texts()] == ["staleness 3 (sync)"]
     mean, half = 0.13, 4.303 * 0.03 / 3**0.5  # rewards of the first step: 0.1, 0.13, 0.16
     assert curve.lines[0].get_ydata()[0] == pytest.approx(mean)
     band = curve.collections[0].get_paths()[0].vertices
