@@ -17,6 +17,7 @@ from dataclasses import replace
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import DeliveryError
+from async_rl.weights.broadcast import end_delivery
 from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
 
 _ATTEMPTS = 2
@@ -85,16 +86,17 @@ class Deliveries:
 
         async def receive(index: int, member: Member) -> None:
             late = f"did not receive version {update.weights.version} (sync.timeout_s)"
-            with contextlib.suppress(ReplicaLostError):  # the pool has removed the replica
+            try:
                 async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                    try:
-                        await member.replica.fetch(update, replace(seat, index=index))
-                    except DeliveryError as error:
-                        if give_up:
-                            raise ReplicaLostError(str(error)) from error
-                        failures.append(error)
-                    else:
-                        held.add(member.replica.node)
+                    await member.replica.fetch(update, replace(seat, index=index))
+                held.add(member.replica.node)
+            except DeliveryError as error:
+                if give_up:
+                    self._pool.lose(member, reason=str(error))
+                else:
+                    failures.append(error)
+            except ReplicaLostError as error:  # the pool has removed the replica
+                await asyncio.to_thread(end_delivery, seat, str(error))
 
         async with asyncio.TaskGroup() as deliveries:
             for index, member in enumerate(receivers):

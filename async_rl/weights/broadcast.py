@@ -131,6 +131,18 @@ def receive(version: str, seat: Seat, *, into: Path) -> Generator[int]:
         yield found
 
 
+def end_delivery(seat: Seat, reason: str) -> None:
+    """End a delivery for all its members because one of them died.
+
+    A group cannot be relied on for this: a process of gloo that is in the middle of sending to the dead one waits until
+    the time-out, and so does each process of NCCL.
+    """
+    for source in seat.sources:
+        with contextlib.suppress(RuntimeError):  # the server may be gone
+            server = _connect(source.address, timedelta(seconds=seat.timeout_s))
+            PrefixStore(seat.delivery, server).set("failure", reason)
+
+
 def _receive_from(
     source: Source, version: str, seat: Seat, *, into: Path, arrived: Callable[[int | UpdateError], None]
 ) -> None:

@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.replica import DeliveryError
+from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
 
@@ -18,19 +20,27 @@ UPDATE = WeightUpdate(Path("weights-4"), WeightVersion(4, "d"), buckets=("a", "b
 
 
 class Replica:
-    """Receives if all seats of a delivery are taken, after the outcomes in `outcomes`: fail, die or hang."""
+    """Receives if all seats of a delivery are taken, after the outcomes in `outcomes`: fail, die, hang or wait.
+
+    One that waits fails as soon as the delivery is ended in the store of its server.
+    """
 
     def __init__(self, name, node, *outcomes, has=True):
         self.name, self.node, self.outcomes, self.seats, self.has = name, node, list(outcomes), [], has
 
     async def fetch(self, update, seat=None):
-        assert update is UPDATE
+        assert update.weights is UPDATE.weights
         self.seats.append(seat)
         outcome = self.outcomes.pop(0) if self.outcomes else "receive"
         if outcome == "die":
             raise ReplicaLostError(f"{self.name}: process died during fetch")
         if outcome == "hang":
             await asyncio.Event().wait()
+        if outcome == "wait":
+            address, _, port = seat.sources[0].address.partition(":")
+            store = PrefixStore(seat.delivery, TCPStore(address, int(port), wait_for_workers=False))
+            reason = await asyncio.to_thread(store.get, "failure")
+            raise DeliveryError(f"{self.name}: {reason.decode()}")
         if outcome == "fail":
             raise DeliveryError(f"{self.name}: bucket 1 did not come from trainer:1")
 
@@ -72,6 +82,16 @@ async def test_nodes_that_failed_with_a_lost_replica_form_a_new_group_without_it
     assert names(pool) == ["other"]
     first, second = other.seats
     assert (first.size, second.size) == (2, 1) and first.delivery != second.delivery
+
+
+async def test_a_lost_replica_ends_the_delivery_for_the_nodes_that_wait_for_it(tmp_path):
+    server = VersionServer("127.0.0.1", tmp_path)
+    lost, other = Replica("lost", "a", "die"), Replica("other", "b", "wait")
+    pool = ReplicaPool([lost, other])
+    update = replace(UPDATE, sources=(Source(server.address, (0, 1)),))
+    await Deliveries(pool, timeout_s=200.0).deliver(update, list(pool.live))
+    server.close()
+    assert names(pool) == ["other"] and [seat.size for seat in other.seats] == [2, 1]
 
 
 async def test_another_replica_of_the_node_takes_the_place_of_a_lost_one():

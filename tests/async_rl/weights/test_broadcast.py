@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from async_rl.weights.broadcast import VersionServer, receive
+from async_rl.weights.broadcast import VersionServer, end_delivery, receive
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError, read_update, write_update
 
@@ -162,19 +162,22 @@ def die_after_two(update, place, into):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_node_that_dies_between_two_buckets_leaves_the_others_with_an_error_that_names_the_bucket(
+def test_a_delivery_that_is_ended_for_a_dead_node_leaves_the_others_with_an_error_that_names_the_bucket(
     tmp_path, stores, serve, weights
 ):
     weights = {name: tensor.repeat(100_000) for name, tensor in weights.items()}  # more than sockets hold
     update = write_update(tmp_path / "trainer", version=3, tensors=weights.items(), bucket_bytes=1)
     sources = serve(range(len(update.buckets)))
     (tmp_path / "killed").mkdir()
-    killed = multiprocessing.get_context("spawn").Process(
-        target=die_after_two, args=(update, seat(sources, index=2, size=3, timeout_s=60.0), tmp_path / "killed")
-    )
+    place = seat(sources, index=2, size=3, timeout_s=60.0)
+    context = multiprocessing.get_context("spawn")
+    killed = context.Process(target=die_after_two, args=(update, place, tmp_path / "killed"))
     killed.start()
-    errors = deliver(stores[:2], update, sources, size=3, timeout_s=60.0)
-    killed.join()
+    with ThreadPoolExecutor(1) as others:
+        delivered = others.submit(deliver, stores[:2], update, sources, size=3, timeout_s=60.0)
+        killed.join()
+        end_delivery(place, "node 2 died")
+        errors = delivered.result()
     assert killed.exitcode == -signal.SIGKILL
     for error in errors:
         assert isinstance(error, UpdateError)
