@@ -51,6 +51,11 @@ class _Counts:
         at, took = np.array([span.start]), np.array([span.seconds])
         return float(between(self.grid, self.counts, at, took)[0]) / span.seconds if span.seconds else 0.0
 
+    def most(self, span: Span) -> float:
+        """Most over a span of the replica."""
+        first, end = self.grid.searchsorted(span.start, side="right") - 1, self.grid.searchsorted(span.end)
+        return float(self.counts[first:end].max())
+
 
 class RequestModel:
     """See the module.
@@ -167,12 +172,13 @@ class RequestModel:
         """a and b over all replicas, whose times are laid one after the other.
 
         Prefills only make requests longer, so it is fitted again to the half that is fastest by the fit. If requests
-        queue for a slot, their times say less than the tokens of all, which then give the level.
+        queue for a slot, those that did not give the proportion of a and b, and the tokens of all the level.
         """
         if not requests:
             return 0.0, 0.0
         if self.running > self.max_running:
-            return self._at_level(*self._fit_all(requests))
+            decoded = [s for s in requests if self._all[str(s.args.get("replica"))].most(s) <= self.max_running]
+            return self._at_level(*self._fit_all(decoded if len(decoded) >= LEAST_REQUESTS else requests))
         kept = list(requests)
         for _ in range(TRIMS):
             found = self._fit_all(kept)
