@@ -17,7 +17,6 @@ from dataclasses import replace
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import DeliveryError
-from async_rl.weights.broadcast import end_delivery
 from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
 
 _ATTEMPTS = 2
@@ -96,7 +95,7 @@ class Deliveries:
                 else:
                     failures.append(error)
             except ReplicaLostError as error:  # the pool has removed the replica
-                await asyncio.to_thread(end_delivery, seat, str(error))
+                await asyncio.to_thread(_end, seat, str(error))
 
         async with asyncio.TaskGroup() as deliveries:
             for index, member in enumerate(receivers):
@@ -113,3 +112,9 @@ class Deliveries:
             backend=self._backend,
             timeout_s=self._bucket_s,
         )
+
+
+def _end(seat: Seat, reason: str) -> None:
+    from async_rl.weights.broadcast import end_delivery  # imports torch, which a configuration does without
+
+    end_delivery(seat, reason)
