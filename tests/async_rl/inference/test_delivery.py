@@ -89,7 +89,7 @@ async def test_a_lost_replica_ends_the_delivery_for_the_nodes_that_wait_for_it(t
     lost, other = Replica("lost", "a", "die"), Replica("other", "b", "wait")
     pool = ReplicaPool([lost, other])
     update = replace(UPDATE, sources=(Source(server.address, (0, 1)),))
-    await Deliveries(pool, timeout_s=200.0).deliver(update, list(pool.live))
+    await Deliveries(pool, timeout_s=60.0).deliver(update, list(pool.live))
     server.close()
     assert names(pool) == ["other"] and [seat.size for seat in other.seats] == [2, 1]
 
