@@ -13,7 +13,7 @@ from pathlib import Path
 
 from async_rl.explain.division import CAUSES
 from async_rl.explain.explanation import Explanation, explain
-from async_rl.explain.records import ExplainError
+from async_rl.plan.records import RecordsError
 
 LEAST_SHARE = 0.005  # of a cause that is printed
 PERIODS = 4
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
     try:
         explanation = explain(arguments.directory)
-    except ExplainError as error:
+    except RecordsError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     text = json.dumps(explanation.values(), indent=2) if arguments.json else "\n".join(lines(explanation))

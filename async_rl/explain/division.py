@@ -25,8 +25,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from async_rl.explain.records import Records, Span
-from async_rl.explain.requests import RequestModel, trained_groups
+from async_rl.plan.records import Records, Span
+from async_rl.plan.requests import RequestModel, trained_groups
 
 Seconds = dict[str, float]
 """Cause -> seconds."""

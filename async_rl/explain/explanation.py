@@ -9,10 +9,10 @@ from typing import Any
 
 from async_rl.explain.division import Seconds, StepDivision, divide, savings, total
 from async_rl.explain.overrides import Prediction, predict
-from async_rl.explain.rates import describe
-from async_rl.explain.records import ExplainError, Records, read_records
-from async_rl.explain.requests import RequestModel
 from async_rl.explain.waits import GroupWait, Staleness, longest_in_queue, longest_waited_for, staleness
+from async_rl.plan.measured import describe, filling
+from async_rl.plan.records import Records, RecordsError, read_records
+from async_rl.plan.requests import RequestModel
 
 NUM_WAITS = 3
 
@@ -102,27 +102,27 @@ def explain(directory: Path) -> Explanation:
     """Explain a run that has ended or still runs.
 
     Raises:
-        ExplainError: the directory has no run, no train step, or a damaged file.
+        RecordsError: the directory has no run, no train step, or a damaged file.
     """
     records = read_records(directory)
     try:
         return _explain(records)
     except (KeyError, TypeError) as error:
-        raise ExplainError(f"{directory} is not of this version of async_rl: {error!r} in its files") from error
+        raise RecordsError(f"{directory} is not of this version of async_rl: {error!r} in its files") from error
 
 
 def _explain(records: Records) -> Explanation:
     notes = list(records.notes)
     requests = RequestModel(records) if records.of("generate") else None
     steps = divide(records, requests)
-    filling = min(records.config["staleness"]["max_staleness"] + 1, len(steps) // 3)
-    steps = steps[filling:]
+    first = filling(records.config, batches=len(steps))
+    steps = steps[first:]
     seconds = total(steps)
     description = None
     if requests is not None:
         try:
-            description = describe(records, steps, requests)
-        except ExplainError as error:
+            description = describe(records, requests, first=first)
+        except RecordsError as error:
             notes.append(f"overrides are not simulated: {error}")
     saved = savings(records, steps)
     predictions, simulated = predict(

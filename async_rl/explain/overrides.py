@@ -14,9 +14,9 @@ from typing import Any, Literal
 import numpy as np
 
 from async_rl.explain.division import Seconds
-from async_rl.explain.requests import RequestModel
 from async_rl.plan.description import Description, Distribution
 from async_rl.plan.planner import num_replicas
+from async_rl.plan.requests import RequestModel
 from async_rl.plan.simulation import simulate
 
 LEAST_SHARE = 0.05  # of the wall clock, for a cause to be treated

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from async_rl.explain.division import CAUSES, StepDivision
-from async_rl.explain.records import Records
-from async_rl.explain.requests import trained_groups
+from async_rl.plan.records import Records
+from async_rl.plan.requests import trained_groups
 
 
 @dataclass(frozen=True, slots=True)

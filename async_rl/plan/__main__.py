@@ -16,6 +16,7 @@ from pathlib import Path
 from async_rl.plan.description import Description, PlanError, read_description
 from async_rl.plan.measured import describe_run
 from async_rl.plan.planner import Plan, make_plan
+from async_rl.plan.records import RecordsError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         description = _description(arguments)
         plan = make_plan(description, steps=arguments.steps, search=not arguments.no_search, seed=arguments.seed)
-    except PlanError as error:
+    except (PlanError, RecordsError) as error:
         sys.stderr.write("".join(f"error: {line}\n" for line in str(error).splitlines()))
         return 2
     text = json.dumps(plan.values(), indent=2) if arguments.json else "\n".join(table(plan))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from async_rl.explain.explanation import explain
-from tests.async_rl.explain.traces import A, B, background, generate, span, write_run
+from tests.async_rl.plan.traces import A, B, background, generate, span, write_run
 
 AT, END = 110, 130
 ALONE = round((END - AT) / (A + B))  # tokens of a request without others

@@ -6,8 +6,8 @@ import pytest
 
 from async_rl.explain.__main__ import main
 from async_rl.explain.explanation import explain
-from async_rl.explain.records import ExplainError
-from tests.async_rl.explain.traces import background, generate, span, write_run
+from async_rl.plan.records import RecordsError
+from tests.async_rl.plan.traces import background, generate, span, write_run
 
 
 def three_steps():
@@ -73,7 +73,7 @@ def test_directory_without_a_run_is_an_error_that_names_the_file(run, name, caps
 )
 def test_damaged_file_is_an_error_that_names_it(run, name, text):
     (run / name).write_text(text)
-    with pytest.raises(ExplainError, match=name):
+    with pytest.raises(RecordsError, match=name):
         explain(run)
 
 

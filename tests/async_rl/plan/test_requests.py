@@ -2,9 +2,9 @@
 
 import pytest
 
-from async_rl.explain.records import read_records
-from async_rl.explain.requests import RequestModel
-from tests.async_rl.explain.traces import A, B, background, generate, span, write_run
+from async_rl.plan.records import read_records
+from async_rl.plan.requests import RequestModel
+from tests.async_rl.plan.traces import A, B, background, generate, span, write_run
 
 SLOTS = 6
 

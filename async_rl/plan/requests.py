@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.explain.records import Records, Span
-from async_rl.plan.measured import between, fit_decode_step, open_counts
+from async_rl.plan.decode_step import StepFunction, fit_decode_step, not_negative
+from async_rl.plan.records import Records, Span
 
 Floats = NDArray[np.float64]
 SLOW = 1.3  # seconds per token of a slow replica, over those of the others
@@ -35,26 +34,6 @@ def trained_groups(records: Records) -> Mapping[int, Sequence[int]]:
         if isinstance(groups, list):
             found[span.args["step"]] = groups
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Counts:
-    """Requests of a replica over time."""
-
-    grid: Floats
-    """[T], seconds."""
-    counts: Floats
-    """[T - 1], requests from each time to the next."""
-
-    def mean(self, span: Span) -> float:
-        """Mean over a span."""
-        at, took = np.array([span.start]), np.array([span.seconds])
-        return float(between(self.grid, self.counts, at, took)[0]) / span.seconds if span.seconds else 0.0
-
-    def most(self, span: Span) -> float:
-        """Most over a span of the replica."""
-        first, end = self.grid.searchsorted(span.start, side="right") - 1, self.grid.searchsorted(span.end)
-        return float(self.counts[first:end].max())
 
 
 class RequestModel:
@@ -77,18 +56,16 @@ class RequestModel:
         rollout = records.config["rollout"]
         self._recomputes = rollout["on_update"] == "keep" and rollout["kv"] == "recompute"
         groups = {span.args.get("group") for span in records.of("rollout")}
-        self._pauses: dict[str, list[Span]] = defaultdict(list)
-        for span in records.of("pause"):
-            self._pauses[span.process].append(span)
+        self._pauses = _open(records.of("pause"), lambda span: span.process)
         self._of_trajectory: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
         for span in sorted((*requests, *records.of("tool"), *records.of("reward")), key=lambda s: s.start):
             if span.args.get("group") in groups:
                 self._of_trajectory[span.args["group"]][span.args.get("trajectory", 0)].append(span)
-        self._all = _counts(requests)
+        self._all = _open(requests)
         self._tokens = Counter[str]()
         for span in requests:
-            self._tokens[str(span.args.get("replica"))] += span.args["tokens"]
-        self._held_out = _counts([s for s in requests if s.args.get("group") not in groups])
+            self._tokens[_replica(span)] += span.args["tokens"]
+        self._held_out = _open([s for s in requests if s.args.get("group") not in groups])
         self._own = [s for s in requests if s.args.get("group") in groups]
         lengths = [_sampled(spans) for group in self._of_trajectory.values() for spans in group.values()]
         self._usual_tokens = float(np.quantile(lengths, USUAL)) if lengths else 0.0
@@ -118,10 +95,10 @@ class RequestModel:
         Args:
             aborted: whether the trajectory's request before was aborted.
         """
-        replica, tokens = str(span.args.get("replica")), span.args["tokens"]
+        replica, tokens = _replica(span), span.args["tokens"]
         paused = self._paused(span)
-        spent, running = self._spent(span), self._all[replica].mean(span)
-        held_out = self._held_out[replica].mean(span) if replica in self._held_out else 0.0
+        spent, running = self._spent(span), self._all[replica].mean(span.start, span.end)
+        held_out = self._held_out[replica].mean(span.start, span.end) if replica in self._held_out else 0.0
         latency, shared = tokens * self.decode_s, tokens * self.decode_s_per_request * running
         slower = (latency + shared) * (self.slow.get(replica, 1.0) - 1)
         rest = spent - latency - shared - slower
@@ -146,7 +123,7 @@ class RequestModel:
 
     def _expected(self, span: Span, decode_s: float, per_request_s: float) -> float:
         """Seconds of a request by the decode steps alone, on a replica that is not slow."""
-        running = self._all[str(span.args.get("replica"))].mean(span)
+        running = self._all[_replica(span)].mean(span.start, span.end)
         step_s = decode_s + per_request_s * min(running, self.max_running)
         return span.args["tokens"] * step_s * max(1.0, running / self.max_running)
 
@@ -154,7 +131,8 @@ class RequestModel:
         return max(0.0, span.seconds - self._paused(span))
 
     def _paused(self, span: Span) -> float:
-        return sum(pause.overlap(span.start, span.end) for pause in self._pauses[str(span.args.get("replica"))])
+        pauses = self._pauses.get(_replica(span))
+        return 0.0 if pauses is None else float(pauses.between(span.start, span.end))
 
     def _first_segments(self) -> list[Span]:
         """Requests that no abort and no pause made longer, if there are enough; otherwise all."""
@@ -177,7 +155,7 @@ class RequestModel:
         if not requests:
             return 0.0, 0.0
         if self.running > self.max_running:
-            decoded = [s for s in requests if self._all[str(s.args.get("replica"))].most(s) <= self.max_running]
+            decoded = [s for s in requests if self._all[_replica(s)].most(s.start, s.end) <= self.max_running]
             return self._at_level(*self._fit_all(decoded if len(decoded) >= LEAST_REQUESTS else requests))
         kept = list(requests)
         for _ in range(TRIMS):
@@ -193,26 +171,24 @@ class RequestModel:
         """a and b in the proportion given, with which the replicas decode as many tokens as they did."""
         tokens = expected = 0.0
         for name, each in self._all.items():
-            running = np.minimum(each.counts, self.max_running)
-            seconds = np.diff(each.grid)
-            paused = sum(pause.overlap(each.grid[0], each.grid[-1]) for pause in self._pauses[name])
-            decoding = 1 - paused / max(1e-9, seconds.sum())
-            expected += decoding * float((seconds * running / (decode_s + per_request_s * running + 1e-12)).sum())
+            running, seconds = np.minimum(each.values, self.max_running), np.diff(each.times)
+            if name in self._pauses:
+                seconds -= self._pauses[name].between(each.times[:-1], each.times[1:])
+            expected += float((seconds * running / (decode_s + per_request_s * running + 1e-12)).sum())
             tokens += self._tokens[name]
         return decode_s * expected / tokens, per_request_s * expected / tokens
 
     def _fit_all(self, requests: Sequence[Span]) -> tuple[float, float]:
         length = max(s.end for s in requests) + 1
         place = {name: number * length for number, name in enumerate(self._all)}
-        grids = [(each.grid + place[name], [*each.counts, 0.0]) for name, each in self._all.items()]
-        at = np.array([s.start + place[str(s.args.get("replica"))] for s in requests])
+        times = [each.times + place[name] for name, each in self._all.items()]
+        values = [[*each.values, 0.0] for each in self._all.values()]
         return fit_decode_step(
             np.array([s.args["tokens"] for s in requests], np.float64),
             np.array([self._spent(s) for s in requests]),
-            at=at,
-            took=np.array([s.seconds for s in requests]),
-            grid=np.concatenate([grid for grid, _ in grids]),
-            running=np.concatenate([counts for _, counts in grids])[:-1].astype(np.float64),
+            start=np.array([s.start + place[_replica(s)] for s in requests]),
+            end=np.array([s.end + place[_replica(s)] for s in requests]),
+            running=StepFunction(np.concatenate(times), np.concatenate(values)[:-1]),
             max_running=self.max_running,
         )
 
@@ -225,9 +201,9 @@ class RequestModel:
         if len(spans) < LEAST_REQUESTS or self.running > self.max_running:
             return
         tokens = np.array([span.args["tokens"] for span in spans], np.float64)
-        running = np.array([self._all[str(span.args.get("replica"))].mean(span) for span in spans])
+        running = np.array([self._all[_replica(span)].mean(span.start, span.end) for span in spans])
         columns = np.stack([np.ones(len(spans)), tokens, tokens * running], axis=1)
-        _, decode_s, per_request_s = _not_negative(columns, np.array([self._spent(span) for span in spans]))
+        _, decode_s, per_request_s = not_negative(columns, np.array([self._spent(span) for span in spans]))
         mean = float(running.mean())
         step_s = self.decode_s + self.decode_s_per_request * mean
         scale = min(1.0, (decode_s + per_request_s * mean) / max(1e-12, step_s)) or 1.0
@@ -249,7 +225,7 @@ class RequestModel:
                 self.slow[name] = level / float(np.median(others))
         if not self.slow:
             return
-        fast = [s for s in self._first_segments() if str(s.args.get("replica")) not in self.slow]
+        fast = [s for s in self._first_segments() if _replica(s) not in self.slow]
         if len(fast) >= LEAST_REQUESTS:
             self.decode_s, self.decode_s_per_request = self._fit(fast)
             levels = self._levels()
@@ -268,7 +244,7 @@ class RequestModel:
                 if span.kind == "generate":
                     if aborted:
                         waited += self.parts(span, aborted=True).get("repeat", 0.0)
-                        tokens += sampled * self._all[str(span.args.get("replica"))].mean(span)
+                        tokens += sampled * self._all[_replica(span)].mean(span.start, span.end)
                     sampled, aborted = sampled + span.args["tokens"], bool(span.args.get("aborted"))
         return tokens / waited if tokens and waited else math.inf
 
@@ -277,24 +253,12 @@ class RequestModel:
         spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for span in self._first_segments():
             expected = self._expected(span, self.decode_s, self.decode_s_per_request)
-            spent[str(span.args.get("replica"))].append((self._spent(span), expected))
+            spent[_replica(span)].append((self._spent(span), expected))
         return {
             name: sum(s for s, _ in each) / max(1e-12, sum(e for _, e in each))
             for name, each in spent.items()
             if len(each) >= LEAST_REQUESTS // 2
         }
-
-
-def _not_negative(columns: Floats, values: Floats) -> Floats:
-    """Least squares with coefficients >= 0, over all subsets of the columns."""
-    best, least = np.zeros(columns.shape[1]), math.inf
-    for chosen in product((False, True), repeat=columns.shape[1]):
-        found = np.zeros(columns.shape[1])
-        found[list(chosen)] = np.linalg.lstsq(columns[:, chosen], values, rcond=None)[0]
-        error = float(((columns @ found - values) ** 2).sum())
-        if (found >= 0).all() and error < least:
-            best, least = found, error
-    return best
 
 
 def _turns(spans: Sequence[Span]) -> int:
@@ -307,16 +271,21 @@ def _sampled(spans: Sequence[Span]) -> int:
     return sum(span.args["tokens"] for span in spans if span.kind == "generate")
 
 
-def _counts(requests: Sequence[Span]) -> dict[str, _Counts]:
-    of_replica: dict[str, list[Span]] = defaultdict(list)
-    for span in requests:
-        of_replica[str(span.args.get("replica"))].append(span)
+def _replica(span: Span) -> str:
+    return str(span.args.get("replica"))
+
+
+def _open(spans: Iterable[Span], key: Callable[[Span], str] = _replica) -> dict[str, StepFunction]:
+    """Key -> its open spans over time."""
+    found: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        found[key(span)].append(span)
     return {
-        name: _Counts(*open_counts(np.array([s.start for s in spans]), np.array([s.end for s in spans])))
-        for name, spans in sorted(of_replica.items())
+        name: StepFunction.of_open(np.array([s.start for s in each]), np.array([s.end for s in each]))
+        for name, each in sorted(found.items())
     }
 
 
-def _mean_running(counts: Mapping[str, _Counts]) -> float:
-    open_s = sum(float(np.diff(each.grid)[each.counts > 0].sum()) for each in counts.values())
-    return sum(float(np.diff(each.grid) @ each.counts) for each in counts.values()) / open_s if open_s else 0.0
+def _mean_running(counts: Mapping[str, StepFunction]) -> float:
+    open_s = sum(float(np.diff(each.times)[each.values > 0].sum()) for each in counts.values())
+    return sum(float(each.integral[-1]) for each in counts.values()) / open_s if open_s else 0.0

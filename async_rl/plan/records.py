@@ -1,4 +1,4 @@
-"""The files of a run directory that an explanation needs, also while the run writes them.
+"""The files of a run directory that describe and explain it, also while the run writes them.
 
 The last line of a file may be incomplete, and `trace.json` may have no closing bracket. Files other than config.yaml
 and metrics.jsonl may be missing; `Records.notes` says what can then not be said.
@@ -17,8 +17,8 @@ import yaml
 from async_rl.files.jsonl import read_lines
 
 
-class ExplainError(ValueError):
-    """A run directory cannot be explained; names the file and the way out."""
+class RecordsError(ValueError):
+    """The files of a run do not suffice; names the file and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +74,19 @@ def read_records(directory: Path) -> Records:
     """Records of a run that has ended or still runs.
 
     Raises:
-        ExplainError: config.yaml or metrics.jsonl is missing or empty, or a file is damaged.
+        RecordsError: config.yaml or metrics.jsonl is missing or empty, or a file is damaged.
     """
     try:
         config: Any = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
         metrics = list(_objects(directory / "metrics.jsonl"))
     except OSError as error:
-        raise ExplainError(
+        raise RecordsError(
             f"{error.filename} cannot be read: {error.strerror}; DIR is the directory of a run"
         ) from error
     except yaml.YAMLError as error:
-        raise ExplainError(f"{directory / 'config.yaml'} is damaged: {error}") from error
+        raise RecordsError(f"{directory / 'config.yaml'} is damaged: {error}") from error
     if not metrics:
-        raise ExplainError(f"{directory / 'metrics.jsonl'} has no train step yet; wait for the first one")
+        raise RecordsError(f"{directory / 'metrics.jsonl'} has no train step yet; wait for the first one")
     notes = list[str]()
     ledger = list(_optional(directory / "ledger.jsonl", notes, "dropped groups are not counted"))
     schedule = list(_optional(directory / "schedule.jsonl", notes, "sources of staleness and lengths are not known"))
@@ -152,5 +152,5 @@ def _objects(path: Path) -> Iterator[Mapping[str, Any]]:
         except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 return
-            raise ExplainError(f"{path}:{number} is damaged: {error}; remove the line") from error
+            raise RecordsError(f"{path}:{number} is damaged: {error}; remove the line") from error
         yield value
