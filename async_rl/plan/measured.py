@@ -57,8 +57,8 @@ def describe_run(directory: Path, *, cores: int | None = None) -> Description:
             )
         if not records.of("generate"):
             raise RecordsError(f"{directory / 'trace.json'} has no requests")
-        first = filling(records.config, batches=batches)
-        return describe(records, RequestModel(records), first=first, cores=cores or os.cpu_count() or 1)
+        records = records.since(records.of("train")[batches // 2 - 1].end)
+        return describe(records, RequestModel(records), first=0, cores=cores or os.cpu_count() or 1)
     except (KeyError, TypeError) as error:
         raise RecordsError(f"{directory} is not of this version of async_rl: {error!r} in its files") from error
 
@@ -145,15 +145,13 @@ class _TrainerTime:
 def _workload(records: Records, requests: RequestModel, lengths: Sequence[int]) -> Workload:
     rollout = records.config["rollout"]
     turns = max(1, round(requests.turns))
-    calls = [span.seconds for span in records.of("tool")]
-    per_gap = requests.tool_calls / (turns - 1) if turns > 1 else 0.0  # calls between two turns
     return Workload(
         groups_per_batch=rollout["groups_per_batch"],
         trajectories_per_group=rollout["trajectories_per_group"],
         lengths=Distribution(kind="empirical", values=tuple(lengths)),
         turns=turns,
-        tool_s=Distribution(kind="empirical", values=tuple(s * per_gap for s in calls))
-        if calls and turns > 1
+        tool_s=Distribution(kind="empirical", values=tuple(requests.gaps))
+        if requests.gaps and turns > 1
         else Distribution(),
         bytes_per_token=8 + _mean([line.get("routing/bytes_per_token", 0.0) for line in records.metrics]),
     )
@@ -167,16 +165,18 @@ def _rates(records: Records, requests: RequestModel, trainer: _TrainerTime, *, t
     """
     publishes = [s.seconds for s in records.of("publish") if s.start >= trainer.start]
     pauses = [s for s in records.of("pause") if s.start >= trainer.start]
-    loads = [s.seconds for s in records.of("load") if s.start >= trainer.start] or [s.seconds for s in pauses]
+    loads = pauses
+    if records.config["rollout"]["on_update"] == "drain":  # such a pause also waits for requests
+        loads = [s for s in records.of("load") if s.start >= trainer.start] or pauses
     sync, replicas = records.config["sync"], max(1, len({s.process for s in pauses}))
     rounds = math.ceil(replicas / sync["max_paused"]) if sync["mode"] == "rolling" else 1
     shared = 1.0 if cores is None else _shared_speed(records.config, cores)
     overlaps = records.config["staleness"]["max_staleness"] > 0
     of_replica = 1 - trainer.busy * (1 - shared) if overlaps else 1.0  # mean speed, over that of a replica alone
-    of_trainer = shared if overlaps else 1.0
+    of_trainer = 1 - requests.busy * (1 - shared) if overlaps else 1.0
     return Rates(
-        decode_s=max(requests.decode_s * of_replica, 1e-9),
-        decode_s_per_request=requests.decode_s_per_request * of_replica,
+        decode_s=max(requests.decode_s * requests.stretch * of_replica, 1e-9),
+        decode_s_per_request=requests.decode_s_per_request * requests.stretch * of_replica,
         max_running=requests.max_running,
         prefill_tokens_per_s=requests.prefill_tokens_per_s,
         train_tokens_per_s=tokens
@@ -185,7 +185,7 @@ def _rates(records: Records, requests: RequestModel, trainer: _TrainerTime, *, t
         train_s=trainer.seconds["other"] * of_trainer / len(trainer.batches),
         export_s=_mean([s.seconds for s in records.of("export") if s.start >= trainer.start]) * of_trainer,
         transfer_s=max(0.0, _mean(publishes) - rounds * _mean([s.seconds for s in pauses])),
-        load_s=_mean(loads),
+        load_s=_mean([s.seconds for s in loads]),
         shared_speed=shared,
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ class Records:
     def of(self, kind: str) -> Sequence[Span]:
         """Spans of a kind."""
         return self.spans.get(kind, ())
+
+    def since(self, start: float) -> Records:
+        """Without the spans that start earlier, in seconds since the start of the run."""
+        spans = {kind: [span for span in each if span.start >= start] for kind, each in self.spans.items()}
+        return replace(self, spans=spans, rank_spans=[span for span in self.rank_spans if span.start >= start])
 
 
 def read_records(directory: Path) -> Records:

@@ -45,8 +45,10 @@ class RequestModel:
         slow: replica -> its seconds per token over those of the others, if they are at least SLOW.
         max_running: requests that a replica decodes at a time.
         running: mean of the requests of a replica while it has any.
+        busy: share of the time from the first to the last request in which a replica has any, mean over replicas.
         turns: mean of the turns of a trajectory.
-        tool_calls: mean of its calls.
+        gaps: seconds between its turns, without pauses of the replica: tools, environments and rollout workers.
+        stretch: seconds of requests over those of their decode steps; prefills make them longer.
         prefill_tokens_per_s: of a replica, from what aborted requests take longer; infinite if they do not.
     """
 
@@ -69,15 +71,15 @@ class RequestModel:
         self._own = [s for s in requests if s.args.get("group") in groups]
         lengths = [_sampled(spans) for group in self._of_trajectory.values() for spans in group.values()]
         self._usual_tokens = float(np.quantile(lengths, USUAL)) if lengths else 0.0
-        self.running = _mean_running(self._all)
+        self.running, self.busy = _mean_running(self._all)
         self.slow: dict[str, float] = {}
         self.decode_s, self.decode_s_per_request = self._fit(self._first_segments())
         self._find_slow()
         self._correct_by_continued()
         trajectories = [spans for group in self._of_trajectory.values() for spans in group.values()]
         self.turns = float(np.mean([_turns(spans) for spans in trajectories])) if trajectories else 1.0
-        calls = [sum(span.kind == "tool" for span in spans) for spans in trajectories]
-        self.tool_calls = float(np.mean(calls)) if calls else 0.0
+        self.gaps = [gap for spans in trajectories for gap in self._gaps(spans)]
+        self.stretch = self._stretch()
         self.prefill_tokens_per_s = self._prefill(trajectories)
 
     def critical(self, group: int) -> Sequence[Span] | None:
@@ -131,8 +133,11 @@ class RequestModel:
         return max(0.0, span.seconds - self._paused(span))
 
     def _paused(self, span: Span) -> float:
-        pauses = self._pauses.get(_replica(span))
-        return 0.0 if pauses is None else float(pauses.between(span.start, span.end))
+        return self._pause(_replica(span), span.start, span.end)
+
+    def _pause(self, replica: str, start: float, end: float) -> float:
+        pauses = self._pauses.get(replica)
+        return 0.0 if pauses is None else float(pauses.between(start, end))
 
     def _first_segments(self) -> list[Span]:
         """Requests that no abort and no pause made longer, if there are enough; otherwise all."""
@@ -216,6 +221,20 @@ class RequestModel:
                 requests = [span for span in spans if span.kind == "generate"]
                 yield from (span for before, span in pairwise(requests) if before.args.get("aborted"))
 
+    def _gaps(self, spans: Sequence[Span]) -> Iterator[float]:
+        requests = [span for span in spans if span.kind == "generate"]
+        for before, span in pairwise(requests):
+            if not before.args.get("aborted"):
+                yield max(0.0, span.start - before.end - self._pause(_replica(span), before.end, span.start))
+
+    def _stretch(self) -> float:
+        continued = {id(span) for span in self._continued()}
+        if self.running > self.max_running or len(continued) >= LEAST_REQUESTS:
+            return 1.0
+        fast = [s for s in self._own if id(s) not in continued and _replica(s) not in self.slow]
+        expected = sum(self._expected(span, self.decode_s, self.decode_s_per_request) for span in fast)
+        return sum(map(self._spent, fast)) / expected if expected else 1.0
+
     def _find_slow(self) -> None:
         """Compare each replica with the others, and fit the decode step without the slow ones."""
         levels = self._levels()
@@ -286,6 +305,10 @@ def _open(spans: Iterable[Span], key: Callable[[Span], str] = _replica) -> dict[
     }
 
 
-def _mean_running(counts: Mapping[str, StepFunction]) -> float:
+def _mean_running(counts: Mapping[str, StepFunction]) -> tuple[float, float]:
+    """Mean of the requests while there are any, and the share of the time in which there are."""
+    if not counts:
+        return 0.0, 0.0
     open_s = sum(float(np.diff(each.times)[each.values > 0].sum()) for each in counts.values())
-    return sum(float(each.integral[-1]) for each in counts.values()) / open_s if open_s else 0.0
+    whole_s = max(each.times[-1] for each in counts.values()) - min(each.times[0] for each in counts.values())
+    return sum(float(each.integral[-1]) for each in counts.values()) / open_s, open_s / len(counts) / float(whole_s)
