@@ -24,11 +24,12 @@ SYNCHRONOUS = {
 
 
 def write(directory, **config):
-    """A synchronous run, whose requests share the decode steps of one replica."""
+    """A synchronous run, whose requests share the decode steps of one replica; slow in its first half."""
     draw, at, events, schedule, seconds = np.random.default_rng(0), 0.0, [], [], []
     for step in range(BATCHES):
         lengths = np.sort(draw.integers(5, 200, GROUPS))
         steps_s = DECODE_S + PER_REQUEST_S * np.arange(GROUPS, 0, -1)  # while 32, 31, ... requests run
+        steps_s *= 3 if step < BATCHES // 2 else 1
         start = at + PAUSE_S
         ends = start + (np.diff(lengths, prepend=0) * steps_s).cumsum()
         groups = [(step * GROUPS + n, int(lengths[n]), float(ends[n])) for n in range(GROUPS)]
