@@ -6,7 +6,8 @@ trainer        spans of its steps, per token; the time without a span counts per
 publish        spans of exports, transfers and pauses
 interruptions  checkpoints, validations, failed groups and the slowest replica
 
-All are means over the steps after those in which the pipeline fills.
+All are means: over the second half of the batches for a plan, and without those in which the pipeline fills for an
+explanation (`filling`).
 """
 
 from __future__ import annotations
