@@ -172,7 +172,7 @@ def _rates(records: Records, requests: RequestModel, trainer: _TrainerTime, *, t
     sync, replicas = records.config["sync"], max(1, len({s.process for s in pauses}))
     rounds = math.ceil(replicas / sync["max_paused"]) if sync["mode"] == "rolling" else 1
     shared = 1.0 if cores is None else _shared_speed(records.config, cores)
-    overlaps = records.config["staleness"]["max_staleness"] > 0
+    overlaps = batches_ahead(records.config) > 0
     of_replica = 1 - trainer.busy * (1 - shared) if overlaps else 1.0  # mean speed, over that of a replica alone
     of_trainer = 1 - requests.busy * (1 - shared) if overlaps else 1.0
     return Rates(

@@ -228,6 +228,7 @@ class RequestModel:
                 yield max(0.0, span.start - before.end - self._pause(_replica(span), before.end, span.start))
 
     def _stretch(self) -> float:
+        """1 if requests queue, as a and b then have the level of all tokens, or if prefills have their own rate."""
         continued = {id(span) for span in self._continued()}
         if self.running > self.max_running or len(continued) >= LEAST_REQUESTS:
             return 1.0

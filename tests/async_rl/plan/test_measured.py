@@ -74,6 +74,9 @@ def test_rates_of_an_asynchronous_run_are_faster_on_cores_of_their_own(run):
     requested = 1 - trained - paused  # and the first pause and the last train step are not between two requests
     assert shared.train_tokens_per_s == pytest.approx(alone.train_tokens_per_s / (1 - requested / 2), rel=0.05)
     assert describe_run(run, cores=4).rates.shared_speed == 1
+    four_updates = SYNCHRONOUS["trainer"] | {"updates_per_batch": 4}
+    write(run, staleness=SYNCHRONOUS["staleness"] | {"max_staleness": 3}, trainer=four_updates)
+    assert describe_run(run, cores=2).rates.decode_s == pytest.approx(alone.decode_s)  # synchronous, four updates
 
 
 @pytest.mark.parametrize("bound", [0, 2])
