@@ -2,10 +2,18 @@
 
 Where several processes run the tests (`make test`), those of a file stay together, as they share what they start. Tests
 on the servers of the conformance suite stay together too.
+
+Asynchronous tests of a module with `pytestmark = pytest.mark.virtual_time` run on a clock that jumps, so that a short
+time-out ends on a busy machine only if the test hangs.
 """
+
+import asyncio
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
+
+from async_rl.simulator.virtual_time import VirtualTimeLoop
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
@@ -18,3 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         shares_server = SERVERS & set(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.xdist_group("servers" if shares_server else item.path.stem))
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"loop": VirtualTimeLoop if item.get_closest_marker("virtual_time") else asyncio.new_event_loop}

@@ -16,6 +16,8 @@ from agent_loop.tools import (
 )
 from tests.helpers.fakes import FakeTool
 
+pytestmark = pytest.mark.virtual_time
+
 CALL = '<tool_call>\n{"name": "tool", "arguments": {"x": 1}}\n</tool_call>'
 
 

@@ -15,6 +15,8 @@ from async_rl.run import causes
 from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.helpers.traces import CHAIN, check_trace
 
+pytestmark = pytest.mark.virtual_time
+
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("on_update", ["resume", "drain"])

@@ -22,6 +22,8 @@ from tests.flow.harness import FakeTrainer, Harness
 from tests.helpers.fakes import SPEC, FakeEngine, SeededScript
 from tests.helpers.groups import segment, trajectory
 
+pytestmark = pytest.mark.virtual_time
+
 PROBE = MismatchConfig()
 
 

@@ -10,6 +10,8 @@ from async_rl.run import causes
 from tests.flow.harness import FakeReplica, FakeTrainer, Harness, check_trained
 from tests.flow.test_faulty_engines import record_groups, trained_of
 
+pytestmark = pytest.mark.virtual_time
+
 
 def supervised(directory, *, step_s=0.01, max_restarts=2, window_s=600.0, **options):
     return Harness(

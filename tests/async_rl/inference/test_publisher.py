@@ -20,6 +20,8 @@ from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.helpers.fakes.rollouts import RolloutsHere
 
+pytestmark = pytest.mark.virtual_time
+
 UPDATE = WeightUpdate(path=Path("weights-1.safetensors"), weights=WeightVersion(1, "d1"))
 
 

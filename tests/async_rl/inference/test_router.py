@@ -17,6 +17,8 @@ from tests.agent_loop.test_decoder import STOP, decoded
 from tests.helpers.fakes import FakeEngine, Interruption, SeededScript, true_rows
 from tests.helpers.fakes.rollouts import RolloutsHere
 
+pytestmark = pytest.mark.virtual_time
+
 SCRIPT = SeededScript(3, vocab_size=50, stop_token=STOP, mean_length=40)
 
 
