@@ -3,8 +3,8 @@
 Where several processes run the tests (`make test`), those of a file stay together, as they share what they start. Tests
 on the servers of the conformance suite stay together too.
 
-Asynchronous tests of a module with `pytestmark = pytest.mark.virtual_time` run on a clock that jumps, so that a short
-time-out ends on a busy machine only if the test hangs.
+Asynchronous tests with the mark `virtual_time` run on a clock that jumps, so that a short time-out cannot end because
+the machine is busy.
 """
 
 import asyncio

@@ -2,12 +2,8 @@
 
 import asyncio
 
-import pytest
-
 from async_rl import Task
 from tests.flow.crashes import Life
-
-pytestmark = pytest.mark.virtual_time
 
 ROWS = [f"row {number}" for number in range(23)]
 

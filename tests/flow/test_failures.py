@@ -17,8 +17,6 @@ from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.flow.test_crashes import trained_prompts
 from tests.helpers.groups import trajectory
 
-pytestmark = pytest.mark.virtual_time
-
 
 class Rewards:
     """Fails the second trajectory of every third group, `times` times."""

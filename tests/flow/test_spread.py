@@ -7,9 +7,6 @@ from tests.flow.harness import FakeTrainer, Harness
 BATCH, STEPS = 4, 6
 
 
-pytestmark = pytest.mark.virtual_time
-
-
 @pytest.mark.parametrize("policy", ["wait", "drop", "recycle", "mask"])
 @pytest.mark.parametrize("max_staleness", [0, 2])
 async def test_only_groups_with_spread_are_trained_and_the_others_are_counted(tmp_path, policy, max_staleness):

@@ -70,3 +70,8 @@ def test_a_turn_that_raises_ends_the_loop():
     loop.on_turn = stop
     with pytest.raises(Stop), asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(wait())
+
+
+@pytest.mark.virtual_time
+async def test_a_marked_test_runs_on_a_virtual_time_loop():
+    assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop)
