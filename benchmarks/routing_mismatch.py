@@ -98,7 +98,7 @@ def evaluate(
         plan.batch,
         update,
         at=Coordinates(),
-        device=torch.device("cpu"),
+        device=next(model.chunks[0].parameters()).device,
         packing=True,
         replay=replay,
         routing=info.routing,
@@ -112,12 +112,12 @@ def evaluate(
         for numbers in update.micro_batches[0]:
             micro_batch = builder.build(numbers)
             hidden = micro_batch.forward(model.wrapped[0], at=Coordinates())
-            logprobs[micro_batch.numbers] = objective(hidden, micro_batch)[1]["logprobs"]
+            logprobs[micro_batch.numbers.cpu()] = objective(hidden, micro_batch)[1]["logprobs"].cpu()
             routing, rows = micro_batch.context.routing, micro_batch.context.rows
             for place, layer in enumerate(info.routing.layers if routing is not None else ()):
                 for i, number in enumerate(numbers):
                     of = (rows.segments == i) & (rows.index >= 0)
-                    experts[number][rows.positions[of].numpy(), place] = routing.tables[layer][of].numpy()
+                    experts[number][rows.positions[of].cpu().numpy(), place] = routing.tables[layer][of].cpu().numpy()
     return list(logprobs.split(batch.num_loss_tokens.tolist())), experts
 
 

@@ -26,7 +26,7 @@ from tests.helpers.tiny_models import save_checkpoint, spread_model
 
 VLLM_KV_TOKENS = 3072
 VLLM = VllmConfig(
-    device="cpu",
+    device=numerics.DEVICE,
     threads=numerics.THREADS,
     max_model_len=512,
     max_num_seqs=32,

@@ -30,6 +30,7 @@ FACTOR = 8.0
 # CPU threads of trainers and engines in tests, whose own settings decide, not OMP_NUM_THREADS; and of references, which
 # take ten times as long with more threads than idle cores.
 THREADS = int(os.environ.get("TEST_THREADS", "1"))
+DEVICE: Any = os.environ.get("TEST_DEVICE", "cpu")  # of engines under test; references are always computed on the CPU
 torch.set_num_threads(THREADS)
 
 
