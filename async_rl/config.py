@@ -421,11 +421,22 @@ class RunConfig:
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
     """Compose `config_name` with Hydra overrides and check everything that can be checked without a process.
 
+    Raises:
+        ConfigError: one line per problem.
+    """
+    return build_config(composed_values(overrides, config_name=config_name, config_dir=config_dir))
+
+
+def composed_values(
+    overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS
+) -> dict[str, Any]:
+    """Plain values for `build_config`, which checks them: `config_name` with Hydra overrides.
+
     An override `a.b=value` may name any field, whether or not a preset does. A field without a value has its default
     before interpolations are resolved, so that `${a.b}` may name any field too.
 
     Raises:
-        ConfigError: one line per problem.
+        ConfigError: an override that cannot be read, or a value that is missing.
     """
     config_dir = config_dir.absolute()
     try:
@@ -434,10 +445,9 @@ def load_config(overrides: Sequence[str], *, config_name: str = "run", config_di
             composed = compose(config_name, overrides=[_forced(word, config_dir) for word in overrides])
         given = cast(dict[str, Any], OmegaConf.to_container(composed))
         whole = OmegaConf.create(_with_defaults(RunConfig, given))
-        values = cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
+        return cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
-    return build_config(values)
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import yaml
 
 from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.files.logs import notes_of
+from async_rl.files.owner import living_owner, owned
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -28,21 +29,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run once; returns the exit code."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with contextlib.ExitStack() as stack:
+        return _run(arguments, stack)
+
+
+def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    """`main`; the run directory is owned until `stack` is closed."""
     from async_rl.config import (
         CONFIGS,
         RECIPES,
-        load_config,
+        build_config,
+        composed_values,
         plain_values,
         recipe_overrides,
     )  # after the environment is set; a check of the device imports torch
 
     try:
         recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
-        config = load_config(
+        values = composed_values(
             [*recipe, *task_overrides(arguments.task), *arguments.overrides],
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
+        if not (arguments.show or arguments.check) and isinstance(directory := values["output_dir"], str):
+            stack.enter_context(owned(_absolute(directory)))  # before anything is written, or takes time
+        config = build_config(values)
         if arguments.show:
             sys.stdout.write(yaml.safe_dump(plain_values(config), sort_keys=False, allow_unicode=True))
             return 0
@@ -52,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             check_run(config)
             sys.stdout.write(summary(config))
+            if owner := living_owner(config.output_dir):
+                sys.stdout.write(f"in use    {owner} owns {config.output_dir}; a start is refused until it ends\n")
             return 0
         with no_collections():
             from async_rl.controller.launcher import Launcher

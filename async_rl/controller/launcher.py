@@ -17,6 +17,7 @@ from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import TrainerClient
 from async_rl.cluster.rollout_workers import WorkerClient, build_worker
 from async_rl.config import RunConfig, plain_values
+from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
@@ -43,6 +44,8 @@ from message_queue.tokens import RoutingSpec
 class Launcher:
     """One run from config to exit. What can be refused is refused in the constructor, before any process starts.
 
+    This process owns `config.output_dir`; see `async_rl.files.owner`.
+
     Args:
         resume_command: shell command that continues the run after a stop; it is shown then.
     """
@@ -50,6 +53,7 @@ class Launcher:
     def __init__(self, config: RunConfig, *, resume_command: str) -> None:
         self._config = config
         self._resume_command = resume_command
+        Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).recover()
         checked = check_run(config)
         self._task = checked.task
         self._order = checked.order

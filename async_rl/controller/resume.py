@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from hashlib import sha256
 from pathlib import Path
 
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
+from async_rl.files.owner import living_owner
 from async_rl.files.rollouts import FOLDER, truncate_steps
 from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
@@ -37,13 +38,17 @@ class Resume:
 
     def __init__(self, config: RunConfig, *, again: bool = False) -> None:
         self._config = config
+        self.checkpoint, self.state = None, RunState()
+        if living_owner(config.output_dir) is not None:
+            return  # a check, not a start: the run there changes what would be read
         _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         try:
             check_owner(config.output_dir / "journal", run=run_name(config))
         except JournalError as error:
             raise ConfigError(str(error)) from error
-        self.state = RunState() if self.checkpoint is None else read_run_state(self.checkpoint)
+        if self.checkpoint is not None:
+            self.state = read_run_state(self.checkpoint)
 
     def journal(self) -> JournalPlace:
         """Location of the journal, and the checkpoint that it must match."""
@@ -138,14 +143,8 @@ def _require_writable(directory: Path) -> None:
         ConfigError: it cannot.
     """
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir is {directory}, which cannot be written ({error.strerror or error}); "
-            "make it writable, make room, or give another one"
-        ) from error
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"output_dir is {directory}, which cannot be written; make it writable, or give another one")
 
 
 def _latest(config: RunConfig) -> Path | None:
@@ -158,7 +157,6 @@ def _checkpoint_to_resume(config: RunConfig) -> Path | None:
     Raises:
         ConfigError: `resume=never` on a run directory that holds a run.
     """
-    Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).recover()
     match config.resume:
         case "auto":
             return _latest(config)
