@@ -44,12 +44,15 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
         ValueError: not a run directory, no such checkpoint, or `out` exists.
         TrainerCheckpointError: the checkpoint is damaged. OSError: no room or no permission.
     """
+    from async_rl.controller.checkpoints import hold
+
     config = _trainer_config(directory)
     checkpoint = checkpoint_of(directory, step)
     out = out or directory / "export" / checkpoint.name
     if out.exists():
         raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
-    _export(checkpoint / "trainer", out, like=directory / "model", config=config)
+    with hold(checkpoint):
+        _export(checkpoint / "trainer", out, like=directory / "model", config=config)
     return out
 
 

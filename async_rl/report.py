@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rl.files.atomic_dir import whole_file
 from async_rl.metrics.curves import draw_curves
 from async_rl.metrics.report import read_run, write_report
 
@@ -25,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = arguments.out or arguments.directories[0]
     out.mkdir(parents=True, exist_ok=True)
     write_report(runs, out / "report.html")
-    draw_curves(runs).savefig(out / "report.png", dpi=110)
+    with whole_file(out / "report.png") as file:
+        draw_curves(runs).savefig(file, dpi=110, format="png")
     sys.stdout.write(f"{out / 'report.html'}\n{out / 'report.png'}\n")
     return 0
 

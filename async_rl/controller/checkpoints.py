@@ -2,17 +2,20 @@
 
 checkpoints/step-000020/
     trainer/    model, optimizer, schedule, random state; its format: async_rl/trainer/state/checkpoint.py
-    run.json    RunState
+    run.json    RunState, and the size of every other file
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import fcntl
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -76,16 +79,20 @@ class Checkpoints:
         final = self._folder(state.train_step)
 
         def publish() -> None:
-            document = msgspec.json.encode({"format": FORMAT, "state": state})
-            (partial_folder(final) / "run.json").write_bytes(document)
+            partial = partial_folder(final)
+            files = _sizes(partial)
+            document = msgspec.json.encode({"format": FORMAT, "state": state, "files": files})
+            (partial / "run.json").write_bytes(document)
             records.sync()
+            if missing := _missing(partial, files):
+                raise FileNotFoundError(errno.ENOENT, f"{missing} vanished while it was saved", f"{partial}")
             publish_folder(final)
 
         async with self._removed_on_error():
             await trainer.saved()
             await asyncio.to_thread(publish)
         for old in self._finished()[: -self._config.keep]:
-            await asyncio.to_thread(remove_folder, old)
+            await asyncio.to_thread(_remove_unless_held, old)
         return final
 
     def recover(self) -> None:
@@ -121,12 +128,17 @@ def read_run_state(checkpoint: Path) -> RunState:
     """Read the driver's part of a checkpoint.
 
     Raises:
-        ValueError: not a checkpoint, or one of another format; names the path.
+        ValueError: not a checkpoint, one of another format, or one that lacks a file; names the path.
     """
     path = checkpoint / "run.json"
     try:
         document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         if (found := document.get("format")) == FORMAT:
+            if missing := _missing(checkpoint, document.get("files", {})):
+                raise ValueError(
+                    f"resume: {checkpoint} lacks {missing}, or not all its bytes; copy it from where it was saved, or "
+                    "remove that folder, which resumes from the checkpoint before"
+                )
             return msgspec.convert(document.get("state"), RunState, str_keys=True)
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(
@@ -134,3 +146,38 @@ def read_run_state(checkpoint: Path) -> RunState:
             "give a folder checkpoints/step-NNNNNN, or resume=never"
         ) from error
     raise ValueError(f"resume: {checkpoint} has format {found}; this version reads format {FORMAT}")
+
+
+def hold(checkpoint: Path) -> IO[bytes]:
+    """An open file of a checkpoint; until it is closed, the run that made the checkpoint does not remove it.
+
+    Raises:
+        OSError: it is removed, or not there.
+    """
+    path = checkpoint / "run.json"
+    file = path.open("rb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks
+    path.stat()  # it was not removed before the lock
+    return file
+
+
+def _remove_unless_held(checkpoint: Path) -> None:
+    with (checkpoint / "run.json").open("rb+") as file, contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_folder(checkpoint)
+
+
+def _missing(checkpoint: Path, files: Mapping[str, int]) -> str:
+    """Names of the files of a checkpoint that are not there with their size in bytes."""
+    there = _sizes(checkpoint)
+    return ", ".join(name for name, size in files.items() if there.get(name) != size)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Name of each file at any depth -> its bytes."""
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -14,6 +14,7 @@ from typing import Any, cast
 import yaml
 
 from async_rl.config import RunConfig, plain_values
+from async_rl.files.atomic_dir import whole_file
 
 FIRST = "config.yaml"
 NOT_COMPARED = frozenset({"resume"})  # it says how to start, not what to run
@@ -61,9 +62,8 @@ def _path_of(directory: Path, train_step: int) -> Path:
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import TrainerClient
 from async_rl.cluster.rollout_workers import WorkerClient, build_worker
 from async_rl.config import RunConfig, plain_values
-from async_rl.controller.checkpoints import Checkpoints
+from async_rl.controller.checkpoints import Checkpoints, hold
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
@@ -26,6 +26,7 @@ from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes, place_run
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.files.atomic_dir import make_folder
+from async_rl.files.owner import identity
 from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.console import RunConsole
 from async_rl.metrics.recorder import Recorder
@@ -76,6 +77,8 @@ class Launcher:
         make_folder(logs)
         changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
+            if self._resume.source is not None:
+                stack.enter_context(hold(self._resume.source))
             console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
             tracked = TrackedRun(
                 directory=self._directory,
@@ -167,7 +170,8 @@ class Launcher:
         sync = self._config.sync
         parent = sync.directory if sync.route == "folder" else Path("/dev/shm")
         assert parent is not None
-        name = sha256(str(self._directory.resolve()).encode()).hexdigest()[:12]
+        here = f"{self._directory.resolve()} {identity(self._directory)}"  # other hosts may have the same path
+        name = sha256(here.encode()).hexdigest()[:12]
         folder = f"async_rl-weights-{name}"
         return f"{parent.rstrip('/')}/{folder}" if isinstance(parent, str) else parent / folder
 

@@ -27,6 +27,7 @@ from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
+from async_rl.files.atomic_dir import whole_file
 from async_rl.files.rollouts import FOLDER
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
@@ -333,7 +334,8 @@ class Processes:
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes
-        self._processes_file.write_text(json.dumps(self._processes) + "\n")
+        with whole_file(self._processes_file) as file:
+            file.write_text(json.dumps(self._processes) + "\n")
         for name in processes:
             log = self._logs / f"{name}.log"
             if self._console is not None and not log.exists():

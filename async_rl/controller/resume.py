@@ -50,6 +50,12 @@ class Resume:
         if self.checkpoint is not None:
             self.state = read_run_state(self.checkpoint)
 
+    @property
+    def source(self) -> Path | None:
+        """The checkpoint if it is that of another run."""
+        own = self.checkpoint is not None and self._config.output_dir.resolve() in self.checkpoint.resolve().parents
+        return None if own else self.checkpoint
+
     def journal(self) -> JournalPlace:
         """Location of the journal, and the checkpoint that it must match."""
         config = self._config
@@ -86,7 +92,7 @@ class Resume:
     def truncate_records(self, restored: Restored, stored: StoredContent, recorder: Recorder) -> None:
         """Rewind the records of the run to its restart point, and report it."""
         step = self.state.train_step
-        own = self.checkpoint is not None and self._config.output_dir in self.checkpoint.parents
+        own = self.checkpoint is not None and self.source is None
         elsewhere = restored.began and not own
         recorder.resume_after(
             step,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import secrets
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +43,8 @@ async def run_warm_start(
 ) -> None:
     """Train on the task's demonstrations and write a Hugging Face checkpoint into `folder`, whole or not at all.
 
+    Another run may do the same at the same time: the first to end fills `folder`.
+
     Args:
         initial: checkpoint that the trainer was started from; gives config and tokenizer.
         progress: called with (step, loss) after each step.
@@ -49,4 +53,12 @@ async def run_warm_start(
         demonstrations = await asyncio.to_thread(task.demonstrations, step * config.batch, config.batch)
         metrics = await trainer.train_supervised(supervised_batch(demonstrations))
         progress(step + 1, metrics["loss"])
-    await trainer.save_pretrained(folder, like=initial)
+    own = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
+    try:
+        await trainer.save_pretrained(own, like=initial)
+        own.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # noqa: ASYNC240 - the cache of this run
+            raise
+    finally:
+        shutil.rmtree(own, ignore_errors=True)

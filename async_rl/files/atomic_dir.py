@@ -1,4 +1,4 @@
-"""Folders that appear complete or not at all, even if the writing process or the machine dies.
+"""Files and folders that appear complete or not at all, even if the writing process or the machine dies.
 
 What is removed or renamed away is so on the disk before what it stood for goes: a file system may do the one without
 the other. A file that was synced before is clean, and to sync it again writes nothing.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 PARTIAL, REPLACED = ".partial", ".replaced"
@@ -28,6 +30,17 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def whole_file(path: Path) -> Generator[Path]:
+    """Yield a path to write to; the file there then replaces `path`, also if other processes do the same."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def partial_folder(final: Path) -> Path:

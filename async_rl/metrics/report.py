@@ -17,6 +17,7 @@ from typing import Any, cast
 import numpy as np
 import yaml
 
+from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
 from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
 from async_rl.metrics.registry import METRICS, metric_of, split_layer
@@ -204,7 +205,8 @@ def write_report(runs: Sequence[RunRecord], path: Path) -> None:
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     text = text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
     before, after = _PAGE.read_text(encoding="utf-8").split("<!--data-->")
-    path.write_text(f'{before}<script type="application/json" id="data">{text}</script>{after}', encoding="utf-8")
+    with whole_file(path) as file:
+        file.write_text(f'{before}<script type="application/json" id="data">{text}</script>{after}', encoding="utf-8")
 
 
 def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from async_rl.files.atomic_dir import whole_file
 from async_rl.files.rollouts import FOLDER, FailedRollout, kind_of_error, read_failed, read_steps
 from message_queue.trajectory import POLICY
 
@@ -236,7 +237,7 @@ def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | No
             )
         before, rest = _PAGE.read_text(encoding="utf-8").split("<!--index-->")
         middle, after = rest.split("<!--chunks-->")
-        with path.open("w", encoding="utf-8") as file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.write(before + _index(page, name=directory.resolve().name, notes=notes, decode=decode) + middle)
             chunks.seek(0)
             shutil.copyfileobj(chunks, file)

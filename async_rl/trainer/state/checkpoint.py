@@ -26,7 +26,7 @@ from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_fo
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.trainer.state.shards import CopiedShards, copy_shards, read_shards, write_shards
+from async_rl.trainer.state.shards import CopiedShards, copy_shards, read_shards, stored_files, write_shards
 from async_rl.weights.pretrained import sampled_digest
 
 Value = TypeVar("Value")
@@ -93,6 +93,8 @@ def write_state(directory: Path, shards: CopiedShards, *, manifest: Manifest, ra
             raise _os_error(error, unfinished) from error
         mine = [path for path in unfinished.iterdir() if _writer(path) == ranks.rank]
         files = {name: value for part in gather(_hashes(mine)) for name, value in part.items()}
+        if gone := sorted(_on_first_rank(lambda: stored_files(unfinished), gather) - files.keys()):
+            raise FileNotFoundError(errno.ENOENT, f"{', '.join(gone)} vanished while they were saved", str(unfinished))
         document = msgspec.json.encode({"format": FORMAT, "manifest": manifest, "files": files})
         _on_first_rank(finish, gather)
     except OSError:

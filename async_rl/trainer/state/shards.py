@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_te
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from async_rl.trainer.model.convert import Split, named_adapters
@@ -115,6 +115,16 @@ def write_shards(directory: Path, shards: CopiedShards, *, group: dist.ProcessGr
         planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
         process_group=group,
     )
+
+
+def stored_files(directory: Path) -> set[str]:
+    """Names of all files that a checkpoint of `write_shards` needs; its index names those of the tensors.
+
+    Raises:
+        OSError: there is no index.
+    """
+    stored = FileSystemReader(directory).read_metadata().storage_data
+    return {".metadata", "common.pt", "metadata.json", *(place.relative_path for place in stored.values())}
 
 
 def read_shards(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
