@@ -30,6 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from async_rl.endpoint.config import EndpointConfig
+from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate, SyncMode
@@ -451,8 +452,8 @@ def composed_values(
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
-    """All values of a config with the types of YAML; paths are text."""
-    return cast(dict[str, Any], json.loads(json.dumps(asdict(config), default=str)))
+    """All values of a config with the types of YAML, to show or to store: paths are text, secrets are masked."""
+    return masked(json.loads(json.dumps(asdict(config), default=str)))
 
 
 def recipe_overrides(recipe: Path) -> list[str]:
@@ -479,6 +480,11 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     unknown = list(_unknown_keys(RunConfig, values))
     if unknown:
         raise ConfigError(f"unknown config key: {', '.join(unknown)}")
+    if lacking := list(hidden(values)):
+        raise ConfigError(
+            f"{', '.join(lacking)}: {MASK} stands for a value that records of runs do not hold; give the value, as in "
+            f"{lacking[0]}='${{oc.env:VARIABLE}}'"
+        )
     try:
         return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
     except ValidationError as error:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rl.files.masking import mask_text
 from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, task_overrides
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
         evaluation = Evaluation(config, checkpoint, train_step=train_step, out=out.absolute())
     except (ValueError, OSError) as error:
-        sys.stderr.write("".join(f"error: {line}\n" for line in f"{error}".splitlines()))
+        sys.stderr.write("".join(f"error: {mask_text(line)}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
     import uvloop
 

@@ -14,11 +14,14 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.files.logs import notes_of
+from async_rl.files.masking import MASK, mask_text, masked
 from async_rl.files.owner import living_owner, owned
 
 EXIT_FAILED = 1
@@ -72,7 +75,7 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         program = Launcher(config, resume_command=resume_command(arguments, output_dir=config.output_dir))
         make_collections_rare()
     except ValueError as error:
-        sys.stderr.write("".join(f"error: {line}\n" for line in f"{error}".splitlines()))
+        sys.stderr.write("".join(f"error: {mask_text(line)}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
     import uvloop
 
@@ -99,12 +102,15 @@ def task_overrides(task: str | None) -> list[str]:
 
 
 def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
-    """Shell command that continues the run in `output_dir` with everything that `arguments` gave it."""
+    """Shell command that continues the run in `output_dir` with everything that `arguments` gave it.
+
+    Secrets are masked; a start with a mask in place of a value is refused.
+    """
     names = ("recipe", "config_name", "config_dir", "task")
     given = [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
     options = [word for option, value in given if value is not None for word in (option, str(value))]
     own = ("output_dir", "resume")
-    overrides = [word for word in arguments.overrides if word.partition("=")[0].lstrip("+") not in own]
+    overrides = [_masked(word) for word in arguments.overrides if word.partition("=")[0].lstrip("+") not in own]
     return shlex.join(
         [
             *(sys.executable, "-m", "async_rl.run"),
@@ -116,9 +122,19 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
     )
 
 
+def _masked(override: str) -> str:
+    """The override, with a mask as its value if that contains a secret."""
+    name, _, text = override.partition("=")
+    value: Any = OverridesParser.create().parse_override(override).value() if text else text
+    for key in reversed(name.lstrip("+~").split(".")):
+        value = {key: value}
+    return f"{name}={_hydra_value(MASK)}" if masked(value) != value else override
+
+
 def failure_text(error: BaseException) -> str:
     """The last lines of a run that failed: the ends of logs, and the chain of causes."""
-    return "".join(f"{line}\n" for line in (*log_ends(error), *(f"error: {line}" for line in causes(error))))
+    lines = (*log_ends(error), *(f"error: {line}" for line in causes(error)))
+    return mask_text("".join(f"{line}\n" for line in lines))
 
 
 def log_ends(error: BaseException) -> list[str]:

@@ -15,6 +15,7 @@ import yaml
 
 from async_rl.config import RunConfig, plain_values
 from async_rl.files.atomic_dir import whole_file
+from async_rl.files.masking import masked
 
 FIRST = "config.yaml"
 NOT_COMPARED = frozenset({"resume"})  # it says how to start, not what to run
@@ -72,7 +73,7 @@ def _read(path: Path) -> Mapping[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError):
         values = None
-    return cast(Mapping[str, Any], values) if isinstance(values, Mapping) else {}
+    return masked(values) if isinstance(values, Mapping) else {}
 
 
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:

@@ -18,6 +18,7 @@ from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.resume import Resume
 from async_rl.controller.warm_start import warm_start_folder
+from async_rl.files.masking import MASK
 from async_rl.inference.checkpoint_weights import tensor_shapes, weight_files
 from async_rl.inference.select import check_engine
 from async_rl.inference.sglang.config import SglangConfig
@@ -220,8 +221,8 @@ def _endpoint_problems(task: Task, config: RunConfig) -> Iterator[str]:
         return
     if task.program is external and (config.endpoint.run_key is None or not config.endpoint.port):
         yield (
-            f"endpoint.run_key is {config.endpoint.run_key!r} and endpoint.port is {config.endpoint.port}, and the "
-            "agents of the task are outside of the run (agent=external); set both, and give them to the agents"
+            f"endpoint.run_key is {config.endpoint.run_key and MASK} and endpoint.port is {config.endpoint.port}, and "
+            "the agents of the task are outside of the run (agent=external); set both, and give them to the agents"
         )
     if config.endpoint.port and config.rollout.workers > 1:
         yield (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,7 +31,7 @@ class Resume:
         state: the driver's state in that checkpoint.
 
     Raises:
-        ConfigError: the directory cannot be written, or holds a run where `resume=never`, or the journal of another.
+        ConfigError: the directory holds a run where `resume=never`, or the journal of another.
         ValueError: the checkpoint cannot be read.
     """
 
@@ -41,7 +40,6 @@ class Resume:
         self.checkpoint, self.state = None, RunState()
         if living_owner(config.output_dir) is not None:
             return  # a check, not a start: the run there changes what would be read
-        _require_writable(config.output_dir)
         self.checkpoint = _latest(config) if again else _checkpoint_to_resume(config)
         try:
             check_owner(config.output_dir / "journal", run=run_name(config))
@@ -140,17 +138,6 @@ def run_name(config: RunConfig) -> str:
     """Identity of a run's journal: the name, or its digest if the name is long, and the seed."""
     name = config.name if len(config.name.encode()) <= MAX_NAME_BYTES else sha256(config.name.encode()).hexdigest()[:32]
     return f"{name} seed {config.seed}"
-
-
-def _require_writable(directory: Path) -> None:
-    """Check that the run directory can be written, or can be made; makes nothing.
-
-    Raises:
-        ConfigError: it cannot.
-    """
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"output_dir is {directory}, which cannot be written; make it writable, or give another one")
 
 
 def _latest(config: RunConfig) -> Path | None:

@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import safe_open
 
 from async_rl.config import RunConfig
+from async_rl.files.masking import masked
 from async_rl.inference.checkpoint_weights import weight_files
 from async_rl.inference.serving import kv_bytes_per_token
 from async_rl.trainer.model.model import TrainerConfig
@@ -29,7 +30,7 @@ def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
     trainer, engine, rollout, checkpoint = config.trainer, config.engine, config.rollout, config.model.checkpoint
     parallel = trainer.parallel
     yield "run", f"{config.name} in {config.output_dir}, {config.total_train_steps} train steps, seed {config.seed}"
-    yield "task", f"{config.task.factory} {dict(config.task.options) or ''}".rstrip()
+    yield "task", f"{config.task.factory} {masked(config.task.options) or ''}".rstrip()
     yield "model", "built by the task" if checkpoint is None else _model(checkpoint)
     yield (
         "trainer",

@@ -21,6 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from async_rl.files.masking import mask_text
 from async_rl.metrics.recorder import StepRecord
 from async_rl.metrics.validation import ValidationResult
 
@@ -105,7 +106,7 @@ class RunConsole:
             self._view.set_footer(text)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
-        self._spoke = time.monotonic()
+        self._spoke, text = time.monotonic(), mask_text(text)
         NOTES.log(level, "%s", text)
         if self._view is not None and level >= logging.WARNING:
             self._view.warn(text)

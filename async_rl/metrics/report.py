@@ -19,6 +19,7 @@ import yaml
 
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
+from async_rl.files.masking import masked
 from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
 from async_rl.metrics.registry import METRICS, metric_of, split_layer
 
@@ -354,7 +355,7 @@ def _configs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
             continue
         if isinstance(values, Mapping):
-            found.append((path.name, dict(_flat(cast(Mapping[str, Any], values)))))
+            found.append((path.name, dict(_flat(masked(values)))))
     return found
 
 

@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from async_rl.files.masking import MASK
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 Row = Mapping[str, Any]
 TABLE = "validation/rollouts"
@@ -92,7 +94,7 @@ class TrackedRun:
     name: str
     """Name of the run."""
     config: Mapping[str, Any]
-    """All values of its config."""
+    """All values of its config; secrets are masked."""
     train_step: int
     """Step from which the run resumes; 0 for a new one."""
 
@@ -300,7 +302,7 @@ class WeightsAndBiases:
             resume="allow",
             dir=str(run.directory),
             config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
+            settings=wandb.Settings(console="off", silent=True, x_disable_meta=MASK in f"{run.config}"),  # the command
         )
         self._run.define_metric("train_step")
         self._run.define_metric("*", step_metric="train_step")

@@ -17,6 +17,8 @@ from typing import Any
 import fsspec
 from fsspec.core import url_to_fs
 
+from async_rl.files.masking import mask_text
+
 
 class RemoteError(OSError):
     """The store refused a call or did not answer it; names the object."""
@@ -90,4 +92,4 @@ def _calling(url: str, what: str) -> Generator[tuple[Any, str]]:
     try:
         yield url_to_fs(url)
     except Exception as error:
-        raise RemoteError(f"{url} cannot {what}: {type(error).__name__}: {error}") from error
+        raise RemoteError(mask_text(f"{url} cannot {what}: {type(error).__name__}: {error}")) from error

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_rl.files.masking import mask_text
 from async_rl.weights.remote import download
 from async_rl.weights.transport import (
     MANIFEST,
@@ -116,7 +117,7 @@ class LocalStore:
             try:
                 self._fetch(downloads / name, parent=parent)
             except UpdateError as error:
-                raise UpdateError(f"of {url}: {error}") from error
+                raise UpdateError(f"of {mask_text(url)}: {error}") from error
             finally:
                 shutil.rmtree(downloads, ignore_errors=True)
 
@@ -191,8 +192,9 @@ class LocalStore:
                     file.unlink()
 
     def _download(self, parent: str, file: Path) -> None:
-        self.waiting_for = f"{parent}/{file.parent.name}/{file.name}"
-        download(self.waiting_for, file)
+        url = f"{parent}/{file.parent.name}/{file.name}"
+        self.waiting_for = mask_text(url)
+        download(url, file)
 
     @contextmanager
     def _new_version(self, local: Path, digests: Sequence[str]) -> Generator[Path]:
