@@ -233,6 +233,8 @@ async def open_journal(
 def check_owner(directory: Path, *, run: str) -> None:
     """Refuse a directory with a journal that this run cannot continue; changes nothing.
 
+    A journal with an unfinished transaction, which only a start rolls back, is accepted.
+
     Raises:
         JournalFormatError, JournalMismatch: the journal is of another format or run.
         JournalError: its state is damaged, or there is no access.
@@ -240,9 +242,13 @@ def check_owner(directory: Path, *, run: str) -> None:
     path = directory / FILE
     with disk_errors("read", path):
         if path.exists():
-            with closing(connect(path)) as connection:
-                if _is_written(connection, path):
-                    _read_base(connection, path, run=run)
+            with closing(connect(path, read_only=True)) as connection:
+                try:
+                    if _is_written(connection, path):
+                        _read_base(connection, path, run=run)
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+                        raise
 
 
 def _is_written(connection: sqlite3.Connection, path: Path) -> bool:

@@ -12,17 +12,18 @@ from message_queue.disk_errors import JournalFormatError
 BUSY_S = 60.0  # longest wait for another process that reads or writes the file
 
 
-def connect(path: Path, *, make: bool = False) -> sqlite3.Connection:
-    """Open a file. A transaction that its writer left unfinished is rolled back.
+def connect(path: Path, *, make: bool = False, read_only: bool = False) -> sqlite3.Connection:
+    """Open a file. A transaction that its writer left unfinished is rolled back, but not if the file is only read.
 
     Args:
         make: whether a file that is missing is made.
+        read_only: whether nothing is written.
 
     Raises:
         sqlite3.Error: it cannot be opened.
     """
     return sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={'rwc' if make else 'rw'}",
+        f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc' if make else 'rw'}",
         uri=True,
         timeout=BUSY_S,
         isolation_level="IMMEDIATE",
