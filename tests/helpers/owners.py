@@ -34,6 +34,11 @@ class ShardSaver:
             await asyncio.sleep(0)
 
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
 async def save_and_read(checkpoints, step):
     """Whether a checkpoint of `step` is saved and has all its files."""
     try:
@@ -51,22 +56,22 @@ def hold(directory):
         if forked == 0:
             signal.pause()
         executed = subprocess.Popen(["sleep", "1000"], close_fds=False)
-        print(forked, executed.pid, flush=True)
+        say(forked, executed.pid)
         signal.pause()
 
 
 def save(directory, saves):
     checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(keep=2))
     with owned(directory):
-        print("owned", flush=True)
+        say("owned")
         step, stop = 0, False
         os.set_blocking(0, False)
         while not stop or step < saves:  # until both the saves are done and the input has ended
             step += 1
             if not asyncio.run(save_and_read(checkpoints, step)):
-                print("harmed", step, flush=True)
+                say("harmed", step)
             stop = stop or sys.stdin.buffer.raw.read(1) == b""
-        print("saved", step, flush=True)
+        say("saved", step)
 
 
 if __name__ == "__main__":

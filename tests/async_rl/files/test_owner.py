@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -132,3 +133,17 @@ def test_of_many_starts_at_once_one_owns_the_directory(tmp_path):
         with multiprocessing.get_context("spawn").Pool(4) as pool:
             outcomes = pool.starmap(own_once, [(tmp_path, event)] * 8)
     assert "two at once" not in outcomes and "owned" in outcomes
+
+
+def test_a_lock_file_that_is_removed_while_it_is_opened_is_made_anew(tmp_path, monkeypatch):
+    lock, calls = fcntl.flock, []
+
+    def flock(file, operation):
+        calls.append(operation)
+        if len(calls) == 1:  # the owner before ends, without having written anything
+            shutil.rmtree(tmp_path / "run")
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with owned(tmp_path / "run"):
+        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()

@@ -1,0 +1,46 @@
+"""A second start, and each command that looks at a run, while the run saves a checkpoint after every step."""
+
+import subprocess
+import sys
+
+import pytest
+
+from async_rl.config import CheckpointConfig
+from async_rl.controller.checkpoints import Checkpoints, read_run_state
+from async_rl.run import EXIT_REFUSED
+from tests.e2e.runs import SMALL, check_records, finish, start, wait_for_step
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def call(module, *arguments):
+    """Exit status and output of a command."""
+    done = subprocess.run([sys.executable, "-m", f"async_rl.{module}", *arguments], capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_run_is_unharmed_by_a_second_start_and_by_commands(tmp_path):
+    directory, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(directory)
+    process = start(directory, tmp_path / "warm", "checkpoint.every=1", "total_train_steps=6", "endpoint.run_key=k3y-0")
+    wait_for_step(directory, 1, process)
+    code, output = call("run", f"output_dir={link}", *SMALL)
+    assert code == EXIT_REFUSED and f"process {process.pid}" in output and not (directory / "logs" / "ray").exists()
+    code, output = call("run", "--check", f"output_dir={directory}", *SMALL)
+    assert code == 0 and f"process {process.pid}" in output
+    for module in ("report", "view", "explain"):
+        assert call(module, str(directory))[0] == 0
+    code, output = call("export", str(directory), "--out", str(tmp_path / "exported"))
+    assert code == 0, output
+    output = finish(process)
+    assert process.returncode == 0, output
+    check_records(directory, steps=6, staleness=1)
+    steps = Checkpoints(directory / "checkpoints", config=CheckpointConfig()).steps()
+    assert sorted(steps) == [5, 6] and [read_run_state(steps[step]).train_step for step in sorted(steps)] == [5, 6]
+    stored = [
+        *directory.glob("*.yaml"),
+        *directory.glob("*.json*"),
+        *directory.glob("logs/*"),
+        directory / "report.html",
+    ]
+    assert not [path for path in stored if path.is_file() and "k3y-0" in path.read_text(errors="replace")]
