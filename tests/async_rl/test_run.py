@@ -411,6 +411,30 @@ def test_show_prints_all_values_of_a_run_without_starting_it(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+SECRETS = (
+    "endpoint.run_key=s3cr3t",
+    "++cluster.rank_env.WHATEVER=s3cr3t",
+    "cluster.replica_env={HF_TOKEN: s3cr3t}",
+    "sync.directory='s3://AKEY:s3cr3t@bucket/x'",
+    "+task.options.api_key=s3cr3t",
+)
+
+
+def test_secrets_are_not_shown(capsys, tmp_path):
+    given = [f"output_dir={tmp_path / 'run'}", "sync.route=folder", *SECRETS, "task.options.hf_token='${oc.env:HOME}'"]
+    command = resume_command(_parse(given), output_dir=tmp_path / "run")
+    assert "s3cr3t" not in command and "${oc.env:HOME}" in command and "sync.route=folder" in command
+    assert main(["--show", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "s3cr3t" not in shown and "bucket/x" in shown and "WHATEVER" in shown
+    assert main(["--check", *given, "nonsense.key=s3cr3t", "endpoint.host=''"]) == EXIT_REFUSED
+    assert "s3cr3t" not in "".join(capsys.readouterr())
+    assert main(shlex.split(command)[3:]) == EXIT_REFUSED
+    error = capsys.readouterr().err
+    for key in ("endpoint.run_key", "cluster.rank_env.WHATEVER", "cluster.replica_env", "sync.directory", "oc.env"):
+        assert key in error
+
+
 def test_causes_and_log_ends_are_found_in_groups_each_once():
     lost = OSError("replica-0 died")
     lost.add_note("the end of replica-0.log:\n    out of memory")

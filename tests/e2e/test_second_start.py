@@ -37,10 +37,5 @@ def test_a_run_is_unharmed_by_a_second_start_and_by_commands(tmp_path):
     check_records(directory, steps=6, staleness=1)
     steps = Checkpoints(directory / "checkpoints", config=CheckpointConfig()).steps()
     assert sorted(steps) == [5, 6] and [read_run_state(steps[step]).train_step for step in sorted(steps)] == [5, 6]
-    stored = [
-        *directory.glob("*.yaml"),
-        *directory.glob("*.json*"),
-        *directory.glob("logs/*"),
-        directory / "report.html",
-    ]
+    stored = [path for kind in ("*.yaml", "*.json*", "logs/*", "report.html") for path in directory.glob(kind)]
     assert not [path for path in stored if path.is_file() and "k3y-0" in path.read_text(errors="replace")]

@@ -137,6 +137,20 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
     trainer.restore(tmp_path / "state")
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
+def test_a_save_that_loses_a_file_is_not_published(saved, tmp_path, monkeypatch, name):
+    write = checkpoint_module.write_shards
+
+    def write_and_lose(folder, *arguments, **options):
+        write(folder, *arguments, **options)
+        (folder / name).unlink()
+
+    monkeypatch.setattr(checkpoint_module, "write_shards", write_and_lose)
+    with pytest.raises(OSError, match=name):
+        saved[0].save(tmp_path / "state").result()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_folder_that_cannot_be_made_is_named(saved, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file/state"):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -98,6 +99,32 @@ async def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (2, 9, 10):
         await save_whole(checkpoints, RunState(train_step=step), trainer=Saver(), records=NoRecords())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-000010"]
+
+
+class LosesAFile(NoRecords):
+    """Another process removes a file of the trainer before the checkpoint appears."""
+
+    def __init__(self, directory):
+        self._directory = directory
+
+    def sync(self):
+        (self._directory / "step-000004.partial" / "trainer" / "save").unlink()
+
+
+async def test_a_checkpoint_that_lost_a_file_before_it_appears_is_not_published(tmp_path):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    with pytest.raises(FileNotFoundError, match="trainer/save"):
+        await save_whole(checkpoints, STATE, trainer=Saver(), records=LosesAFile(tmp_path))
+    assert checkpoints.latest() is None and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("")], ids=["gone", "cut off"])
+async def test_a_checkpoint_without_a_file_is_refused_by_its_name(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+    path = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
+    damage(path / "trainer" / "saved")
+    with pytest.raises(ValueError, match=r"lacks trainer/saved"):
+        read_run_state(path)
 
 
 @pytest.mark.parametrize("content", [None, b"{", b'{"format": 99, "state": {}}'])

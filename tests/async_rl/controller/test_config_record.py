@@ -53,3 +53,19 @@ def test_a_config_record_that_cannot_be_read_is_kept(tmp_path):
     (tmp_path / "config.yaml").write_text("a: [")
     assert started(tmp_path, step=3)
     assert (tmp_path / "config.yaml").read_text() == "a: [" and (tmp_path / "config-000003.yaml").exists()
+
+
+def test_secrets_are_neither_recorded_nor_reported(tmp_path):
+    """A record of an earlier version may have them in clear."""
+    secrets = ("endpoint.run_key=k3y-0", "cluster.replica_env.HF_TOKEN=t0ken", "task.options.api_key=k3y-0")
+    assert started(tmp_path, *secrets) == []
+    text = (tmp_path / "config.yaml").read_text()
+    assert "k3y" not in text and "t0ken" not in text and "HF_TOKEN" in text
+    assert started(tmp_path, *(word.replace("0", "1") for word in secrets), step=2) == []
+    (tmp_path / "config.yaml").write_text(text.replace("run_key: <secret>", "run_key: k3y-0"))
+    assert started(tmp_path, *secrets, step=2) == []
+    assert set(started(tmp_path, step=2)) == {
+        'task.options.api_key: "<secret>" -> -',
+        'cluster.replica_env.HF_TOKEN: "<secret>" -> -',
+        'endpoint.run_key: "<secret>" -> null',
+    }

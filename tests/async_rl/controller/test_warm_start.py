@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_rl.config import WarmStartConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
@@ -96,3 +97,16 @@ async def test_a_warm_start_that_fails_leaves_no_folder(tmp_path):
     with pytest.raises(RuntimeError):
         await run(tmp_path, trainer=Trainer(fail_at=2))
     assert not (tmp_path / "made").exists()
+
+
+async def test_of_two_runs_that_make_the_same_warm_start_each_has_a_whole_one(tmp_path):
+    class Slower(Trainer):
+        """Another run saves its warm start while this one does."""
+
+        async def save_pretrained(self, folder, *, like):
+            await super().save_pretrained(folder, like=like)
+            save_pretrained(tmp_path / "made", [("w", torch.zeros(2))], like=like)
+
+    await run(tmp_path, trainer=Slower())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["initial", "made"]
+    assert load_file(tmp_path / "made" / "model.safetensors")["w"].tolist() == [0, 0]
