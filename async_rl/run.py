@@ -54,7 +54,7 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
-        if not (arguments.show or arguments.check) and isinstance(directory := values["output_dir"], str):
+        if not (arguments.show or arguments.check) and isinstance(directory := values.get("output_dir"), str):
             stack.enter_context(owned(_absolute(directory)))  # before anything is written, or takes time
         config = build_config(values)
         if arguments.show:
