@@ -5,22 +5,33 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import string
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.loop import Message, Prompt
+from agent_loop.conversation import arguments_text
+from agent_loop.loop import Message, Prompt, ToolUse
+from agent_loop.text import safe_text
 from agent_loop.user_errors import describe_error
+from async_rl.endpoint.body import objects, optional, refuse, required, text_of, wrong
+from async_rl.endpoint.errors import EndpointError
+from async_rl.files.jsonl import read_lines
 
 Source = Any
-"""A sequence of rows; a function of a seed (or of nothing) that yields rows; the path of a .jsonl, .json or .parquet
-file or of a folder that `datasets` saved; or a dataset's name at the Hugging Face hub, as NAME or NAME:SPLIT.
+"""A sequence of rows, or a table of pandas, polars or pyarrow; a function of a seed (or of nothing) that yields rows;
+the path of a .jsonl, .json or .parquet file or of a folder that `datasets` saved; or a dataset's name at the Hugging
+Face hub, as NAME or NAME:SPLIT.
 
-A row is a text, a `Prompt`, or a mapping with `prompt` (a text) or `messages` (a list of role and content). Its other
+A row is a text, a `Prompt`, or a mapping with `prompt` (a text) or `messages` (a list in OpenAI's format). Its other
 keys are the columns that rewards and templates use.
 """
+GIVE = "give a list of rows, a table, a split of a dataset, a path, or a function that yields rows (not its generator)"
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in rows
+NO_TEXT = ("audio", "image", "images", "video", "videos")  # fields of a message
 CHECKED = 100_000  # rows that are checked before the start
 
 
@@ -46,9 +57,15 @@ class PromptFormat:
             return replace(row, index=index)
         if not isinstance(row, Mapping | str):
             raise ValueError(f"row {index} is a {type(row).__name__}; give a text, a Prompt or a mapping of columns")
-        columns = {"prompt": row} if isinstance(row, str) else dict(cast(Mapping[str, Any], row))
+        columns = _plain({"prompt": row} if isinstance(row, str) else dict(cast(Mapping[str, Any], row)))
+        if not all(isinstance(name, str) for name in columns):
+            raise ValueError(f"row {index} has the columns {list(columns)}; name each with a text")
         messages = self._messages(columns, index)
         if self._system is not None:
+            if any(message.role == "system" for message in messages):
+                raise ValueError(
+                    f"row {index} has a system message, and so has Task(system=...); leave one of them out"
+                )
             messages = (Message(role="system", content=self._system), *messages)
         return Prompt(index=index, messages=messages, target=columns)
 
@@ -56,6 +73,9 @@ class PromptFormat:
         there = f"row {index} has the columns {', '.join(map(str, columns)) or '(none)'}"
         if self._template is not None:
             try:
+                fields = [name or "" for _, name, _, _ in string.Formatter().parse(self._template)]
+                if empty := [name for name in fields if columns.get(name, "") is None]:
+                    raise ValueError(f"the column {empty[0]} of row {index} has no value")
                 return (Message(role="user", content=self._template.format(**columns)),)
             except KeyError as error:
                 raise ValueError(f"template needs the column {error}, and {there}") from error
@@ -66,13 +86,68 @@ class PromptFormat:
                 ) from error
         if isinstance(text := columns.get("prompt"), str):
             return (Message(role="user", content=text),)
-        found = columns.get("messages", columns.get("prompt"))
-        if found is None:
+        name = "prompt" if columns.get("messages") is None else "messages"
+        if columns.get(name) is None:
             raise ValueError(f"{there}; give prompt, messages, or a template with other columns")
+        if isinstance(columns[name], tuple):
+            columns = {**columns, name: list(columns[name])}
         try:
-            return tuple(Message(role=str(each["role"]), content=str(each["content"])) for each in found)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"row {index}: messages need role and content each: {error!r}") from error
+            return tuple(_read_message(message, at=at) for at, message in objects(columns, name))
+        except EndpointError as error:
+            raise ValueError(f"row {index}: {error}") from error
+
+
+def _read_message(message: Mapping[str, Any], *, at: str) -> Message:
+    """A message in OpenAI's format. As `datasets` writes it, absent fields are None and arguments may be objects.
+
+    Raises:
+        EndpointError: a field is missing, has another type or is no text; names it.
+    """
+    at = f"{at}."
+    refuse(message, {"function_call": "use tool_calls", **dict.fromkeys(NO_TEXT, "only text is supported")}, at=at)
+    role = required(message, "role", str, at=at)
+    calls = tuple(
+        _read_call(call, at=f"{path}.", number=n)
+        for n, (path, call) in enumerate(objects(message, "tool_calls", at=at))
+    )
+    reasoning = next((found for name in REASONING if (found := optional(message, name, str, at=at))), None)
+    content: Any = message.get("content")
+    if content is None and (calls or reasoning):
+        content = ""
+    return Message(
+        role="system" if role == "developer" else role,
+        content=text_of(content, at=f"{at}content", kinds=("text",), separator="" if role == "assistant" else "\n"),
+        reasoning=reasoning,
+        tool_calls=calls,
+        tool_call_id=optional(message, "tool_call_id", str, at=at),
+        name=optional(message, "name", str, at=at),
+    )
+
+
+def _read_call(call: Mapping[str, Any], *, at: str, number: int) -> ToolUse:
+    function = optional(call, "function", dict, at=at) or call
+    arguments: Any = function.get("arguments")
+    if not isinstance(arguments, str | dict):
+        raise wrong(f"{at}arguments", arguments, "give an object, or its JSON text")
+    return ToolUse(
+        id=optional(call, "id", str, at=at) or f"call_{number}",
+        name=required(function, "name", str, at=at),
+        arguments=arguments if isinstance(arguments, str) else arguments_text(cast(dict[str, Any], arguments)),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """A value of a row: arrays become lists, missing values (NaN, NaT, NA) None, and texts are safe for UTF-8."""
+    if isinstance(value, str):
+        return safe_text(value)
+    if hasattr(value, "tolist"):  # numpy, also its scalars
+        return _plain(value.tolist())
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in cast(dict[Any, Any], value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    missing = type(value).__name__ in ("NaTType", "NAType") or (isinstance(value, float | Decimal) and value != value)
+    return None if missing else value
 
 
 class Epochs:
@@ -155,13 +230,23 @@ def open_rows(source: Source, *, seed: int, name: str) -> Sequence[Any] | Stream
         start = cast(Callable[..., Iterator[Any]], source)
         arguments = (seed,) if inspect.signature(start).parameters else ()
         return Stream(lambda: start(*arguments), name=name)
-    elif hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, Mapping):
-        rows = cast(Sequence[Any], source)
     else:
-        raise ValueError(f"{name} is a {type(source).__name__}; give rows, a function that yields them, or a path")
+        rows = _rows_of(source)
+    if not all(hasattr(rows, each) for each in ("__getitem__", "__len__")) or isinstance(rows, Mapping | bytes):
+        raise ValueError(f"{name} is a {type(cast(object, rows)).__name__}; {GIVE}")
     if not len(rows):
         raise ValueError(f"{name} has no rows")
     return rows
+
+
+def _rows_of(source: Any) -> Any:
+    """The rows of a table or an array, as mappings or values; other sources stay as they are."""
+    if hasattr(source, "iloc") and hasattr(source, "columns"):  # pandas
+        return source.to_dict("records")
+    for method in ("to_dicts", "to_pylist", "tolist"):  # polars, pyarrow, numpy and columns of pandas
+        if hasattr(source, method):
+            return getattr(source, method)()
+    return source
 
 
 def split_rows(rows: Sequence[Any], *, share: float, name: str) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -238,12 +323,12 @@ def _read(source: str | Path, *, name: str) -> Sequence[Any]:
 
 def _read_json(path: Path) -> list[Any]:
     if path.suffix == ".json":
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
         if not isinstance(found, list):
             raise ValueError(f"it is a {type(found).__name__}; give a list of rows")
         return cast(list[Any], found)
     rows: list[Any] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))

@@ -245,7 +245,7 @@ class Task:
                 )
             return
         chat = self.chat(tokenizer)
-        self._num_tokens = lambda prompt: len(chat.prompt(prompt.messages))
+        self._num_tokens = lambda prompt: _num_tokens(prompt, chat)
         self._max_tokens = limits.max_tokens
         if self._max_prompt_tokens is not None and self._max_prompt_tokens >= limits.max_tokens:
             raise ValueError(
@@ -257,7 +257,7 @@ class Task:
         """Check that a prompt leaves a token to sample, once `measure_prompts` was called.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it does not, or the chat template leaves out one of several system messages, or a tool call.
         """
         if self._num_tokens is not None and (tokens := self._num_tokens(prompt)) >= self._max_tokens:
             raise ValueError(
@@ -507,6 +507,25 @@ def _check_options(config: TaskConfig, parameters: Mapping[str, inspect.Paramete
     for name in known:
         if parameters[name].default is inspect.Parameter.empty and name not in config.options:
             raise ValueError(f"task.options.{name} is missing, and {config.factory} needs it; set task.options.{name}=")
+
+
+def _num_tokens(prompt: Prompt, chat: Chat) -> int:
+    """Tokens of a prompt.
+
+    Raises:
+        ValueError: the chat template leaves out one of several system messages, or a tool call.
+    """
+    token_ids = chat.prompt(prompt.messages)
+    systems = [message.content for message in prompt.messages if message.role == "system"]
+    calls = [call.name for message in prompt.messages for call in message.tool_calls]
+    if texts := (systems if len(systems) > 1 else []) + calls:
+        rendered = "".join(chat.decode(token_ids).split())
+        if left_out := [text for text in texts if "".join(text.split()) not in rendered]:
+            raise ValueError(
+                f"prompt {prompt.index} has {left_out[0]!r} in a system message or a tool call, and the chat template "
+                "leaves it out; give one system message, or a template with tool calls"
+            )
+    return len(token_ids)
 
 
 def _set_name(name: str) -> str:

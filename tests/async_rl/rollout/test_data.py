@@ -3,11 +3,17 @@
 import itertools
 import json
 import random
+from dataclasses import replace
+from datetime import datetime
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
-from agent_loop.loop import Message, Prompt
+from agent_loop.chat import Chat
+from agent_loop.loop import Message, Prompt, ToolUse
 from async_rl.rollout.data import Epochs, PromptFormat, Stream, open_rows, split_rows
+from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, build_tokenizer
 
 ROWS = [{"prompt": f"q{i}", "answer": str(i)} for i in range(7)]
 
@@ -129,3 +135,169 @@ def test_a_row_without_the_columns_is_refused(template, row, named):
         PromptFormat(template=template).prompt(row, index=0)
     with pytest.raises(ValueError, match="int"):
         PromptFormat().prompt(3, index=0)
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+USED = (ToolUse(id="c1", name="add", arguments='{"a": 2, "b": 2}'),)
+
+
+@pytest.mark.parametrize(
+    ("message", "found"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, {"content": "a\nb"}),
+        ({"content": [{"type": "text", "text": "a", "image_url": None}], "tool_calls": None}, {"content": "a"}),
+        ({"content": np.array([{"type": "text", "text": "a"}])}, {"content": "a"}),
+        ({"content": "a", "name": "ann", "weight": 1}, {"content": "a", "name": "ann"}),
+        ({"role": "developer", "content": "a"}, {"role": "system", "content": "a"}),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "tool_calls": USED},
+        ),
+        (
+            {"role": "assistant", "content": None, "tool_calls": np.array([{**CALL, "id": None}])},
+            {"role": "assistant", "content": "", "tool_calls": (replace(USED[0], id="call_0"),)},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": 2}, "id": "c1"}]},
+            {"role": "assistant", "content": "", "tool_calls": USED},
+        ),
+        (
+            {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"},
+            {"role": "assistant", "content": "4", "reasoning": "2 and 2"},
+        ),
+        (
+            {"role": "tool", "tool_call_id": "c1", "content": "4"},
+            {"role": "tool", "tool_call_id": "c1", "content": "4"},
+        ),
+        ({"content": "smile \ud83d\ude00 \ud83d"}, {"content": "smile 😀 \ufffd"}),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_a_message_in_the_format_of_openai_is_kept_whole(message, found):
+    for messages in (
+        [{"role": "user"} | message],
+        ({"role": "user"} | message,),
+        np.array([{"role": "user"} | message]),
+    ):
+        (kept,) = PromptFormat().prompt({"messages": messages}, index=0).messages
+        assert kept == Message(**{"role": "user"} | found)
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"content": [{"type": "image_url", "image_url": {"url": "x"}}]}, r"content\[0\]\.type is 'image_url'"),
+        ({"content": [{"type": "text"}]}, r"content\[0\]\.text is missing"),
+        ({"content": None}, "content is None; give a text"),
+        ({"content": 12}, "content is 12"),
+        ({"content": float("nan")}, "content is None"),
+        ({"content": {"text": "a"}}, "content is"),
+        ({"content": b"a"}, "content is b'a'"),
+        ({"content": "a", "images": ["x"]}, "images is"),
+        ({"role": None, "content": "a"}, "role is missing"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "arguments is None"),
+        ({"role": "assistant", "tool_calls": "f()"}, r"tool_calls is 'f\(\)'"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call is"),
+    ],
+    ids=lambda value: repr(value)[:60],
+)
+def test_a_message_that_is_no_text_is_refused_with_row_field_and_value(message, named):
+    with pytest.raises(ValueError, match=rf"^row 3: messages\[0\]\..*{named}"):
+        PromptFormat().prompt({"messages": [{"role": "user"} | message]}, index=3)
+
+
+def test_calls_and_reasoning_of_a_row_reach_the_chat_template():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ messages | tojson }}" + CHAT_TEMPLATE
+    chat = Chat(tokenizer, end_of_turn=END_OF_TURN)
+    rows = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": None, "reasoning_content": "add", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "4"},
+    ]
+    rendered = chat.decode(chat.prompt(PromptFormat().prompt({"messages": rows}, index=0).messages))
+    given = json.loads(rendered.partition("]<|")[0] + "]") if "]<|" in rendered else json.loads(rendered)
+    assert given[1]["tool_calls"] == [{**CALL, "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}]
+    assert (given[1]["reasoning_content"], given[1]["content"], given[2]["tool_call_id"]) == ("add", "", "c1")
+
+
+def test_two_system_messages_of_row_and_task_are_refused():
+    row = {"messages": [{"role": "system", "content": "B"}, {"role": "user", "content": "hi"}]}
+    with pytest.raises(ValueError, match="row 2 has a system message"):
+        PromptFormat(system="A").prompt(row, index=2)
+
+
+@pytest.mark.parametrize("before", ["", "\ufeff"], ids=["no-mark", "byte-order-mark"])
+@pytest.mark.parametrize("end", ["\n", "\n\n", "\r\n"], ids=["lf", "empty-lines", "crlf"])
+def test_json_lines_are_cut_at_newline_characters_only(tmp_path, before, end):
+    texts = [f"a{character}b" for character in "\u2028\u2029\u0085"]
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes((before + end.join(lines) + end).encode())
+    assert [row["prompt"] for row in rows_of(path)] == texts
+    path = path.with_suffix(".json")
+    path.write_bytes(f"{before}[{','.join(lines)}]".encode())
+    assert [row["prompt"] for row in rows_of(path)] == texts
+
+
+def tables():
+    pandas, pyarrow = pytest.importorskip("pandas"), pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame(ROWS)
+    yield "DataFrame", frame
+    yield "DataFrame with an index of its own", frame.set_index(frame["answer"]).sort_index(ascending=False)[::-1]
+    yield "Table", pyarrow.Table.from_pylist(ROWS)
+    yield "array of objects", np.array(ROWS)
+    yield "Dataset", pytest.importorskip("datasets").Dataset.from_list(ROWS)
+
+
+def test_a_table_has_the_rows_of_a_list():
+    for name, table in tables():
+        rows = rows_of(table)
+        assert [PromptFormat().prompt(rows[i], index=i).target for i in range(len(rows))] == ROWS, name
+    series = pytest.importorskip("pandas").Series(["a", "b"], index=[7, 8])
+    assert list(rows_of(series)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("make", ["generator", "iterator", "set", "bytes", "DatasetDict", "IterableDataset"])
+def test_a_source_without_rows_by_number_is_refused_in_one_line(make):
+    datasets = pytest.importorskip("datasets")
+    source = {
+        "generator": lambda: (row for row in ROWS),
+        "iterator": lambda: iter(ROWS),
+        "set": lambda: {"a"},
+        "bytes": lambda: b"rows",
+        "DatasetDict": lambda: datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)),
+        "IterableDataset": lambda: datasets.Dataset.from_list(ROWS).to_iterable_dataset(),
+    }[make]()
+    with pytest.raises(ValueError, match=f"prompts is a .*{make}.*; give") as caught:
+        rows_of(source)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_values_of_parquet_are_those_of_json(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    day = datetime(2026, 1, 2)
+    frame = pandas.DataFrame(
+        {
+            "messages": [
+                [{"role": "user", "content": [{"type": "text", "text": "q"}]}],
+                [{"role": "user", "content": [{"type": "text", "text": "r"}]}],
+            ],
+            "answer": [51, None],
+            "tests": [["a", "b"], []],
+            "day": [day, None],
+            "price": [Decimal("1.50"), None],
+            "level": ["x", None],
+        }
+    )
+    frame.to_parquet(tmp_path / "rows.parquet")
+    sources = [frame, pandas.read_parquet(tmp_path / "rows.parquet"), tmp_path / "rows.parquet"]
+    for source in sources:
+        rows = rows_of(source)
+        first, second = (PromptFormat().prompt(rows[i], index=i) for i in range(2))
+        columns = {name: first.target[name] for name in ("answer", "tests", "day", "price", "level")}
+        assert columns == {"answer": 51, "tests": ["a", "b"], "day": day, "price": Decimal("1.50"), "level": "x"}
+        assert [second.target[name] for name in columns] == [None, [], None, None, None]
+        assert [prompt.messages[0].content for prompt in (first, second)] == ["q", "r"]
+        with pytest.raises(ValueError, match="column level of row 1 has no value"):
+            PromptFormat(template="{level}").prompt(rows[1], index=1)

@@ -1,10 +1,12 @@
 """Tasks from prompts, rewards and tools, and how a run finds them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from agent_loop import SamplingConfig, SingleTurnLoop, ToolUseLoop, TurnLimits, external
+from agent_loop.loop import Message, Prompt, ToolUse
 from agent_loop.tools import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.prompts import prompt_order
@@ -221,3 +223,27 @@ def test_rows_that_are_held_out_are_left_out_of_training_and_counted():
     halves = Task(prompts=ROWS * 2, validation=0.25, rewards=exact)
     held_out = set(texts(halves.validation_prompts(99)))
     assert not held_out & set(texts(map(halves.train_prompt, range(50)))) and len(halves.notes) == 1
+
+
+FIRST_SYSTEM_ONLY = "{% for m in messages %}{% if loop.first or m.role != 'system' %}" + (
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}<|im_start|>assistant\n"
+)
+
+
+@pytest.mark.parametrize("template", [None, FIRST_SYSTEM_ONLY])
+def test_a_system_message_or_call_that_the_template_leaves_out_is_refused(template):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    task = Task(prompts=ROWS, rewards=exact)
+    task.measure_prompts(tokenizer, replace(LIMITS, max_tokens=4096))
+    systems = [Message(role="system", content=text) for text in ("Be  short.", "Be\nkind.")]
+    user = Message(role="user", content="hi")
+    prompt = Prompt(index=4, messages=(*systems, user))
+    if template is None:
+        task.check_length(prompt)
+    else:
+        with pytest.raises(ValueError, match=r"prompt 4 has 'Be\\nkind\.' in a system message"):
+            task.check_length(prompt)
+    call = Message(role="assistant", content="", tool_calls=(ToolUse(id="c", name="add", arguments="{}"),))
+    with pytest.raises(ValueError, match="prompt 4 has 'add' in a system message or a tool call"):
+        task.check_length(Prompt(index=4, messages=(user, call)))
