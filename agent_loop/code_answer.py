@@ -14,22 +14,15 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.reward import Completion, RewardFunction
-from agent_loop.sandbox import SandboxLimits, check_sandbox, run_python
+from agent_loop.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
-# Only a test that ran to its end prints the mark: an answer that calls sys.exit(0) before it has failed.
-_HARNESS = """
-import json, os, sys
-answer, test, mark = json.load(sys.stdin)
-names = {"__name__": "answer"}
-exec(compile(answer, "answer", "exec"), names)
-exec(compile(test, "test", "exec"), names)
-os.write(1, mark.encode())
-"""
+_PEER = Path(__file__).with_name("code_peer.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +46,16 @@ def code_answer(
     mappings with `input` and `output`, which are compared with stdin and stdout; or a mapping with the lists `inputs`
     and `outputs`, as in APPS and TACO; or one of them as JSON.
 
-    Code and answer run in one process, one for each test. An answer that searches the interpreter for the test can
-    forge a result; one that only ends early cannot.
+    Each test runs in a sandbox, and the answer in another one, from which only data come (`agent_loop.code_peer`): the
+    answer cannot see the test or change its verdict. A test uses functions and classes of the answer as if they were in
+    its process, with three limits. It imports itself what it compares with. An object of a class of the answer equals
+    other such objects as the class says, and never a value of the test. Patches and files of the test are its own.
 
     Args:
         partial: whether the reward is the share of tests that pass. Otherwise it is 1 if all pass, else 0, and no test
             is run after one that failed.
-        limits: of each test. `wall_s` is for all tests of a completion together: tests not run by then have failed.
+        limits: bounds of each test and of the answer. `wall_s` is for all tests of a completion together: tests not run
+            by then have failed.
         at_once: completions that are tested at once in each rollout worker; None is the number of cores. Others wait,
             and `rollout.limits.reward_timeout_s` includes the wait.
 
@@ -98,11 +94,39 @@ async def _count_passed(answer: str, tests: Sequence[_Test], *, limits: SandboxL
 
 async def _passes(answer: str, test: _Test, *, limits: SandboxLimits) -> bool:
     if test.code:
-        mark = secrets.token_hex(16)
-        result = await run_python(_HARNESS, stdin=json.dumps([answer, test.code, mark]), limits=limits)
-        return mark in result.stdout
+        return await _passes_code(answer, test.code, limits=limits)
     result = await run_python(answer, stdin=test.stdin, limits=limits)
     return result.exit_code == 0 and _lines(result.stdout) == _lines(test.stdout)
+
+
+async def _passes_code(answer: str, test: str, *, limits: SandboxLimits) -> bool:
+    """Whether the test ends by itself before the answer's process does. Only then it has printed the mark."""
+    mark = secrets.token_hex(16)
+    (asked, to_answer), (answered, to_test) = os.pipe(), os.pipe()
+    with contextlib.ExitStack() as stack:
+        for end in (asked, to_answer, answered, to_test):
+            stack.callback(os.close, end)
+        programs = [
+            asyncio.create_task(_run_peer(start, reading, writing, *given, limits=limits))
+            for start, reading, writing, *given in (
+                ("serve_answer", asked, to_test, answer),
+                ("run_test", answered, to_answer, test, mark),
+            )
+        ]
+        try:
+            await asyncio.wait(programs, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for program in programs:
+                program.cancel()
+            await asyncio.wait(programs)
+        results = [program.result() for program in programs if not program.cancelled()]
+    return any(result.exit_code == 0 and mark in result.stdout for result in results)
+
+
+async def _run_peer(start: str, reading: int, writing: int, *given: str, limits: SandboxLimits) -> SandboxResult:
+    source = f"{_PEER.read_text(encoding='utf-8')}\n{start}()\n"
+    stdin = json.dumps([reading, writing, *given])
+    return await run_python(source, stdin=stdin, limits=limits, inherited=(reading, writing))
 
 
 def _lines(text: str) -> list[str]:

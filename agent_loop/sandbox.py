@@ -130,13 +130,19 @@ class SandboxResult:
     """What it wrote to stderr, at most `output_bytes` bytes."""
 
 
-async def run_python(source: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
+async def run_python(
+    source: str, *, stdin: str = "", limits: SandboxLimits | None = None, inherited: Sequence[int] = ()
+) -> SandboxResult:
     """Run Python source with the Python version and the packages of the caller.
+
+    Args:
+        inherited: open files of the caller that the program has too, under their numbers.
 
     Raises:
         SandboxError: the program was not started, because it cannot be isolated.
     """
-    return await _run([PYTHON, "-sB", PROGRAM], source, stdin=stdin, limits=limits or SandboxLimits())
+    program = [PYTHON, "-sB", PROGRAM]
+    return await _run(program, source, stdin=stdin, limits=limits or SandboxLimits(), inherited=inherited)
 
 
 async def run_shell(command: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
@@ -166,8 +172,10 @@ def check_sandbox() -> None:
         raise SandboxError(_refusal((done.stderr + done.stdout).decode(errors="replace")))
 
 
-async def _run(program: Sequence[str], source: str, *, stdin: str, limits: SandboxLimits) -> SandboxResult:
-    running = _Running(limits=limits)
+async def _run(
+    program: Sequence[str], source: str, *, stdin: str, limits: SandboxLimits, inherited: Sequence[int] = ()
+) -> SandboxResult:
+    running = _Running(limits=limits, inherited=inherited)
     ended = asyncio.create_task(running.run(program, source, stdin.encode(errors="replace")))
     try:
         return await asyncio.shield(ended)
@@ -180,8 +188,9 @@ async def _run(program: Sequence[str], source: str, *, stdin: str, limits: Sandb
 class _Running:
     """One program, until it and all its descendants are gone."""
 
-    def __init__(self, *, limits: SandboxLimits) -> None:
+    def __init__(self, *, limits: SandboxLimits, inherited: Sequence[int]) -> None:
         self._limits = limits
+        self._inherited = inherited
         self._stopped = ""
         self._first: int | None = None  # pidfd of process 1 of the namespace
         self._first_pid: int | None = None
@@ -231,7 +240,7 @@ class _Running:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=inherited,
+                pass_fds=(*inherited, *self._inherited),
                 env={},
             )
         status = asyncio.StreamReader()
