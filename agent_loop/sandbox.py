@@ -13,7 +13,9 @@ ends, is stopped or its caller is cancelled, all its descendants are killed befo
 
 The kernel bounds the address space of each process. A thread of the caller measures the memory of all of them together,
 0.1 s after each measurement, and stops the program if it is above the bound. In between, n processes can use up to n
-times the bound. Buffers of the kernel, such as those of pipes, are not counted.
+times the bound. Each socket counts as the largest size of its buffer; there are only local sockets. A pipe holds at
+most 64 KiB, which are not counted. Memory that no process shows is refused: anonymous shared mappings, also of
+`/dev/zero`, huge pages, memory files, IPC of System V, and larger buffers of pipes and sockets.
 
 It needs Linux with bubblewrap (`bwrap`) and util-linux. Root needs CAP_SYS_ADMIN, another user needs unprivileged user
 namespaces. `check_sandbox` says what is missing; no program ever runs with less isolation.
@@ -27,6 +29,7 @@ import functools
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import signal
@@ -52,12 +55,15 @@ GO = b"\n"  # on stdin: starts the program, once the caller can stop it
 
 # Mounts the working directory, then waits for the program as process 1; its end kills all others.
 _INIT = f'mount -t tmpfs -o "$1",mode=1777,nosuid,nodev tmpfs {WORK}; cd {WORK}; shift; read -r go; "$@"; exit $?'
-_START = 'echo started >&2; exec "$@"'
+_START = 'unset OLDPWD; echo started >&2; exec "$@"'
 
 # System calls by name, for which the limits do not hold or which need not be open: number on x86_64, on aarch64.
 _DENIED = {
     "add_key": (248, 217),
     "bpf": (321, 280),
+    "fanotify_init": (300, 262),
+    "inotify_init": (253, 0xFFFF),  # none on aarch64
+    "inotify_init1": (294, 26),
     "io_setup": (206, 0),
     "io_uring_setup": (425, 425),
     "keyctl": (250, 219),
@@ -73,12 +79,21 @@ _DENIED = {
     "shmget": (29, 194),
     "unshare": (272, 97),
     "userfaultfd": (323, 282),
+    "vmsplice": (278, 75),
 }
-_CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
+_CLONE3, _SOCKET = (435, 435), (41, 198)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column above, AUDIT_ARCH of the kernel
-_CLONE_NEWUSER = 0x10000000
-_FAMILIES = (1, 2, 10, 16)  # sockets: unix, IPv4, IPv6, netlink; others such as vsock are in no namespace
-_EPERM, _ENOSYS, _EAFNOSUPPORT = 1, 38, 97
+_FAMILIES = (1, 16)  # sockets: unix, netlink; buffers of others have other bounds, and vsock is in no namespace
+_DONE, _EPERM, _ENOSYS, _EAFNOSUPPORT = 0, 1, 38, 97
+# Calls that are refused for an argument: numbers, place of the argument, mask, its bits under the mask, error.
+_REFUSED = (
+    ((56, 220), 0, 0x10000000, 0x10000000, _EPERM),  # clone: a user namespace
+    ((9, 222), 3, 0x2F, 0x21, _EPERM),  # mmap: shared and anonymous
+    ((9, 222), 3, 0x40000, 0x40000, _EPERM),  # mmap: huge pages
+    ((72, 25), 1, 0xFFFFFFFF, 1031, _EPERM),  # fcntl: size of a pipe
+    ((54, 208), 2, 0xFFFFFFFF, 7, _DONE),  # setsockopt: size of the buffers, a wish that need not be met
+    ((54, 208), 2, 0xFFFFFFFF, 8, _DONE),
+)
 _MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # of its own: tools may use all threads of the event loop
 
 
@@ -267,7 +282,7 @@ class _Running:
     async def _watch_memory(self, first: int) -> None:
         bound, loop = self._limits.memory_mb << 20, asyncio.get_running_loop()
         while not self._stopped:
-            if await loop.run_in_executor(_MEASURING, memory_of_tree, first, bound) > bound:
+            if await loop.run_in_executor(_MEASURING, _memory_of_sandbox, first, bound) > bound:
                 self.stop("memory_mb")
             await asyncio.sleep(MEASURE_S)
 
@@ -277,6 +292,16 @@ class _Running:
                 into += chunk
             else:
                 self.stop("output_bytes")
+
+
+def _memory_of_sandbox(first: int, enough: int) -> int:
+    """Bytes of memory of the processes of a sandbox and of its sockets, also of those that are in no process."""
+    try:
+        found = re.search(r"used (\d+)", Path(f"/proc/{first}/net/sockstat").read_text())
+    except OSError:  # it has ended
+        return 0
+    sockets = int(found[1]) * 2 * int(Path("/proc/sys/net/core/wmem_default").read_text()) if found else 0
+    return sockets + memory_of_tree(first, enough - sockets)
 
 
 def memory_of_tree(pid: int, enough: int) -> int:
@@ -347,18 +372,19 @@ def _prepared(
             raise SandboxError(_refusal("bubblewrap (bwrap) is not installed"))
         if not Path("/proc/thread-self/children").exists():
             raise SandboxError(_refusal("/proc has no list of children (CONFIG_PROC_CHILDREN)"))
-        text, rules = (
-            _file(stack, name, content)
-            for name, content in (("source", source.encode(errors="replace")), ("rules", _system_call_rules()))
-        )
+        files = {"source": source.encode(errors="replace"), "rules": _system_call_rules(), "nothing": b""}
+        text, rules, nothing = (_file(stack, name, content) for name, content in files.items())
         uid = _unused_uid()
-        command = [bwrap, *_namespaces(uid), *_view(), "--seccomp", str(rules)]
+        command = [bwrap, *_namespaces(uid), *_view(nothing), "--seccomp", str(rules)]
         command += ["--perms", "0444", "--ro-bind-data", str(text), PROGRAM]
         command += ["--remount-ro", "/dev", "--remount-ro", "/", "--as-pid-1"]
         command += [] if status is None else ["--json-status-fd", str(status)]
         mount = f"size={limits.disk_mb}m,nr_inodes={limits.files + 1}"  # one is the directory itself
         command += ["--", "/bin/sh", "-ec", _INIT, "sh", mount, *_bounds(limits, uid=uid)]
-        yield [*command, "/bin/sh", "-c", _START, "sh", *program], [text, rules, *([] if status is None else [status])]
+        yield (
+            [*command, "/bin/sh", "-c", _START, "sh", *program],
+            [text, rules, nothing, *([] if status is None else [status])],
+        )
 
 
 def _namespaces(uid: int | None) -> list[str]:
@@ -372,8 +398,8 @@ def _namespaces(uid: int | None) -> list[str]:
     ]
 
 
-def _view() -> list[str]:
-    """Options of bwrap for the files and variables that the program sees."""
+def _view(nothing: int) -> list[str]:
+    """Options of bwrap for the files and variables that the program sees; `nothing` is an empty file."""
     options = ["--ro-bind", "/usr", "/usr"]
     for name in ("/bin", "/sbin", "/lib", "/lib32", "/lib64"):
         if Path(name).is_symlink():
@@ -389,7 +415,22 @@ def _view() -> list[str]:
             for parent in reversed(Path(name).parents[:-1]):  # bwrap may make them unreadable
                 options += ["--perms", "0755", "--dir", str(parent)]
             options += ["--ro-bind", name, name]
-    options += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--dir", WORK, "--clearenv"]
+    options += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--perms",
+        "0000",
+        "--ro-bind-data",
+        str(nothing),
+        "/dev/zero",
+        "--perms",
+        "1777",
+        "--dir",
+        WORK,
+        "--clearenv",
+    ]
     variables = {
         "HOME": WORK,
         "LANG": "C.UTF-8",
@@ -428,7 +469,7 @@ def _unused_uid() -> int | None:
 def _system_call_rules() -> bytes:
     """A filter of system calls for seccomp (BPF), which closes the ways around the limits.
 
-    User namespaces would allow file systems without a bound, and shared memory is outside of `memory_mb`.
+    User namespaces would allow file systems without a bound, and `memory_mb` lacks memory that no process shows.
     """
     if platform.machine() not in _MACHINES:
         raise SandboxError(_refusal(f"the processor is {platform.machine()}, not one of {', '.join(_MACHINES)}"))
@@ -449,7 +490,9 @@ def _system_call_rules() -> bytes:
     for numbers in _DENIED.values():
         rules += [(0x15, 0, 1, numbers[column]), fails(_EPERM)]
     rules += [(0x15, 0, 1, _CLONE3[column]), fails(_ENOSYS)]  # its flags cannot be read; libraries use clone then
-    rules += [(0x15, 0, 4, _CLONE[column]), load(16), (0x45, 0, 1, _CLONE_NEWUSER), fails(_EPERM), allowed]
+    for numbers, place, mask, bits, error in _REFUSED:
+        rules += [(0x15, 0, 5, numbers[column]), load(16 + 8 * place), (0x54, 0, 0, mask)]
+        rules += [(0x15, 0, 1, bits), fails(error), load(0)]
     rules += [(0x15, 0, len(_FAMILIES) + 3, _SOCKET[column]), load(16)]
     rules += [(0x15, len(_FAMILIES) - place, 0, family) for place, family in enumerate(_FAMILIES)]
     rules += [fails(_EAFNOSUPPORT), allowed, allowed]

@@ -19,6 +19,7 @@ try:
 except SandboxError as error:
     pytest.skip(str(error), allow_module_level=True)
 
+SOCKET_BUFFER = Path("/proc/sys/net/core/wmem_default").read_text().strip()
 STAYS = """
 import os, time
 if os.fork() == 0:
@@ -123,9 +124,71 @@ def test_pages_that_processes_share_are_counted_once():
         process.stdin.close()
 
 
+SOCKETS = """
+import array, os, socket, sys, time
+kept = []
+def pair():
+    kept.extend(socket.socketpair())
+    kept[-1].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 26)
+    kept[-1].setblocking(False)
+    try:
+        while True: kept[-1].send(b"x" * 65536)
+    except BlockingIOError: pass
+def send(carrier, sockets):
+    carrier.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [s.fileno() for s in sockets]))])
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "memory_mb"),
+    [
+        ("for _ in range(9):\n    if os.fork() == 0: break\nwhile len(kept) < 100: pair()", 256),
+        (
+            "other, carrier = socket.socketpair()\n"  # sockets that are in no process
+            "for _ in range(6):\n    while len(kept) < 18: pair()\n    send(carrier, kept)\n"
+            "    [s.close() for s in kept]\n    kept.clear()\nwhile len(kept) < 100: pair()",
+            80,
+        ),
+    ],
+    ids=["of several processes", "under way"],
+)
+async def test_memory_of_sockets_is_bounded(source, memory_mb):
+    limits = SandboxLimits(memory_mb=memory_mb, wall_s=120)
+    result = await run_python(f"{SOCKETS}{source}\nos.write(1, b'.')\ntime.sleep(1000)", limits=limits)
+    assert (result.stopped, result.exit_code, result.stderr) == ("memory_mb", None, "")
+
+
+async def test_buffers_of_sockets_and_pipes_cannot_grow():
+    source = (
+        f"{SOCKETS}import fcntl\npair()\nprint(kept[1].getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))\n"
+        "r, w = os.pipe()\ntry: fcntl.fcntl(w, 1031, 1 << 20)\nexcept PermissionError: print('refused')\n"
+        "print(fcntl.fcntl(w, 1032))"
+    )
+    assert (await run_python(source)).stdout.split() == [SOCKET_BUFFER, "refused", "65536"]
+
+
+async def test_a_program_with_an_event_loop_and_files_in_memory_works():
+    source = (
+        "import asyncio, mmap\n"
+        "async def main():\n    one = await asyncio.create_subprocess_exec('echo', 'process', stdout=-1)\n"
+        "    print((await one.communicate())[0])\n"
+        "asyncio.run(main())\n"
+        "with open('a', 'w+b') as file:\n    file.truncate(4096)\n    mmap.mmap(file.fileno(), 4096)[:2] = b'ab'\n"
+        "print(open('a', 'rb').read(2), mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)[:1])"
+    )
+    result = await run_python(source, limits=SandboxLimits(memory_mb=128))
+    assert result.stdout.splitlines() == ["b'process\\n'", "b'ab' b'\\x00'"]
+
+
 @pytest.mark.parametrize(
     "source",
     [
+        "import mmap\nmmap.mmap(-1, 4096)",
+        "import mmap\nmmap.mmap(-1, 2 << 20, flags=mmap.MAP_PRIVATE | 0x40000)",
+        "import mmap\nmmap.mmap(open('/dev/zero', 'r+b').fileno(), 4096)",
+        "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+        "assert libc.vmsplice(1, None, 0, 0) == libc.inotify_init() == -1 and ctypes.get_errno() == 1\n"
+        "raise PermissionError",
         "import os\nos.memfd_create('a')",
         "import os\nos.unshare",
         "import ctypes\n"
@@ -134,7 +197,16 @@ def test_pages_that_processes_share_are_counted_once():
         "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\nassert libc.unshare(0x10000000) == -1\n"
         "assert ctypes.get_errno() == 1\nraise PermissionError",
     ],
-    ids=["memfd", "unshare_is_absent", "shared_memory", "user_namespace"],
+    ids=[
+        "shared_mapping",
+        "huge_pages",
+        "dev_zero",
+        "vmsplice_and_inotify",
+        "memfd",
+        "unshare_is_absent",
+        "shared_memory",
+        "user_namespace",
+    ],
 )
 async def test_memory_outside_of_the_address_space_is_refused(source):
     result = await run_python(source)
@@ -188,7 +260,7 @@ async def test_a_program_has_no_network():
             "    except OSError as error:\n        print(error.errno)\n"
             "    else:\n        print('open')"
         )
-        assert (await run_python(source)).stdout.split() == ["111", "101", "111", "97"]
+        assert (await run_python(source)).stdout.split() == ["97", "97", "111", "97"]
 
 
 async def test_a_program_sees_no_file_or_variable_of_the_caller(tmp_path, monkeypatch):
@@ -203,6 +275,16 @@ async def test_a_program_sees_no_file_or_variable_of_the_caller(tmp_path, monkey
     assert "SECRET" not in result.stdout and f"\n{tmp_path.name}" not in result.stdout
     processes = [line for line in result.stdout.splitlines() if line.startswith("/proc/")]
     assert 1 <= len(processes) <= 5
+
+
+async def test_a_program_has_a_clean_environment(monkeypatch):
+    monkeypatch.chdir("/usr/lib")
+    for name in ("OLDPWD", "BASH_ENV", "ENV", "LD_PRELOAD", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, "/usr/lib")
+    result = await run_python("import os\nprint(dict(os.environ, LC_CTYPE=''))")
+    names = ("HOME", "LANG", "LC_CTYPE", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PATH", "PWD", "PYTHONPATH")
+    environment = eval(result.stdout)
+    assert tuple(sorted(environment)) == names and environment["PWD"] == "/tmp"
 
 
 async def test_a_program_inherits_no_file_of_the_caller(tmp_path):
