@@ -21,7 +21,7 @@ class EndpointConfig:
     max_head_bytes: int = 32 * 2**10
     """Size of a request's line and headers."""
     max_connections: int = 1024
-    """Connections at once; further ones are closed."""
+    """Connections at once. Beyond it, and beyond half of it without a valid key, the oldest without one is closed."""
     head_timeout_s: float = 30.0
     """Seconds for the line and headers of a request."""
     body_timeout_s: float = 60.0

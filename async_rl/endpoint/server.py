@@ -38,6 +38,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
@@ -51,6 +52,8 @@ from async_rl.endpoint.wire import Call, WireFormat
 
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes
+LINGER_S = 1.0  # for the next part of a body that is too large
+MAX_REST = 2**30  # bytes of it that are read
 MAX_REWARD = 1e30
 CLOSING = (400, 408, 413, 431, 500)  # after these, a rest of the request may follow
 INTERNAL = "internal error of the endpoint; its log has the cause"
@@ -77,12 +80,13 @@ async def serve(host: SessionHost, *, run_key: str, config: EndpointConfig) -> A
     """
     if not run_key:
         raise ValueError("run_key is empty; make one with new_key()")
-    state = ServerState()
+    state, keyless = ServerState(), dict[Connection, None]()
 
     def connect() -> Connection:
         return Connection(
             settings,
             state,
+            keyless=keyless,
             max_connections=config.max_connections,
             head_timeout_s=config.head_timeout_s,
             write_timeout_s=config.body_timeout_s,
@@ -193,7 +197,9 @@ class _Endpoint:
                 try:
                     _check_head(request, max_bytes=self._config.max_head_bytes)
                     owner = authorise(request)
+                    request.state.connection.note_key(valid=True)
                 except EndpointError:
+                    request.state.connection.note_key(valid=False)
                     await self._receive(request, keep=False)
                     raise
                 return await act(owner, await self._receive(request), request.headers)
@@ -247,7 +253,8 @@ class _Endpoint:
     async def _receive(self, request: Request, *, keep: bool = True) -> bytes:
         """Body of a request.
 
-        A client reads no response before it has sent its body, so that a larger one is read too, up to twice the bound.
+        A client reads no response before it has sent its body, so that a larger one is read too, up to twice the bound
+        here, and the rest after the response.
 
         Args:
             keep: whether the body is wanted; it is read in any case.
@@ -453,7 +460,32 @@ def _failure(error: EndpointError, shape: ErrorShape) -> Response:
             headers["connection"] = "close"
         case _:
             pass
-    return _json(shape(error), status=error.status, headers=headers)
+    response = _json(shape(error), status=error.status, headers=headers)
+    return _LingeringResponse(response) if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else response
+
+
+class _LingeringResponse(Response):
+    """A response to a client that may still send its body, of which a rest is read and left out.
+
+    A connection that is closed while its client sends is reset, and the client loses the response.
+    """
+
+    def __init__(self, response: Response) -> None:
+        super().__init__(response.body, status_code=response.status_code)
+        self.raw_headers = response.raw_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def hold(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await super().__call__(scope, receive, hold)
+        left = MAX_REST
+        with contextlib.suppress(TimeoutError):
+            while left > 0:
+                async with asyncio.timeout(LINGER_S):
+                    message = await receive()
+                left = left - len(message.get("body", b"")) if message.get("more_body") else 0
+        await send({"type": "http.response.body"})
 
 
 def _json(data: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -269,17 +269,75 @@ async def test_others_are_served_beside_slow_clients():
             await close(writer)
 
 
-async def test_connections_beyond_the_bound_are_closed():
-    async with serving(max_connections=2) as (host, _):
-        kept = [await connect(host) for _ in range(2)]
+WRONG_KEY = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: sk-wrong")
+
+
+@pytest.mark.parametrize(
+    "start", [b"", HALF_HEAD, half_body("sk-wrong"), WRONG_KEY], ids=["nothing", "head", "body", "wrong"]
+)
+async def test_connections_without_a_key_take_no_place_of_those_with_one(start):
+    async with serving(max_connections=8) as (host, session):
+        with_key = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: %s" % session.key.encode())
+        kept = [await connect(host) for _ in range(3)]
         for reader, writer in kept:
-            writer.write(MODELS)
-            await reader.readuntil(b"401")
-        assert await raw(host, MODELS_AND_CLOSE) == b""
+            writer.write(with_key)
+            await reader.readuntil(b"async_rl")
+        others = [await connect(host) for _ in range(40)]
+        for _, writer in others:
+            writer.write(start)
+        await assert_served(host, session)
+        for reader, writer in kept:
+            writer.write(with_key)
+            await reader.readuntil(b"async_rl")
+        closed = [asyncio.create_task(reader.read()) for reader, _ in others[:30]]  # the oldest
+        await asyncio.gather(*closed, return_exceptions=True)
+        for _, writer in [*kept, *others]:
+            await close(writer)
+
+
+async def test_connections_with_a_key_are_bounded_and_lose_their_place_with_it():
+    async with serving(max_connections=2) as (host, session):
+        with_key = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: %s" % session.key.encode())
+        kept = []
+        for _ in range(2):
+            kept.append(await connect(host))
+            kept[-1][1].write(with_key)
+            await kept[-1][0].readuntil(b"async_rl")
+        assert await raw(host, with_key) == b""
+        kept[0][1].write(WRONG_KEY)
+        await kept[0][0].readuntil(b"401")
+        assert b"200" in await raw(host, with_key.replace(b"host: x", b"host: x\r\nconnection: close"))
         for _, writer in kept:
             await close(writer)
-        while not await raw(host, MODELS_AND_CLOSE):
-            pass  # the server has yet to see that they are closed
+
+
+@pytest.mark.parametrize("length", ["content-length: 16777216", "transfer-encoding: chunked"])
+@pytest.mark.parametrize("key", [True, False], ids=["key", "no key"])
+async def test_a_client_that_sends_a_large_body_first_reads_the_refusal(length, key):
+    async with serving(max_body_bytes=4096) as (host, session):
+        chunk = b"%x\r\n%s\r\n" % (1 << 16, b" " * (1 << 16)) if "chunked" in length else b" " * (1 << 16)
+        reader, writer = await connect(host)
+        writer.write(head(session.key if key else "sk-wrong", length))
+        for _ in range((1 << 24) // (1 << 16)):
+            writer.write(chunk)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n" if "chunked" in length else b"")
+        found = await reader.read()
+        assert found.startswith(b"HTTP/1.1 413") and b"max_body_bytes" in found and found.endswith(b"}")
+        await close(writer)
+        await assert_served(host, session)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("parts", [False, True], ids=["messages", "parts"])
+async def test_a_body_with_too_many_messages_or_parts_is_refused(path, parts):
+    async with serving() as (host, session):
+        content = [{"type": "text", "text": "a"}] * 20_000
+        messages = [{"role": "user", "content": content}] if parts else [ASK] * 20_000
+        body = {"model": "m", "max_tokens": 9, "messages": messages, "input": messages if "responses" in path else ""}
+        status, _, found = await request(host, path, key=session.key, body=body)
+        assert status == 400 and "more than 20000 objects" in found["error"]["message"]
+        assert session.requests == []
 
 
 @pytest.mark.parametrize(
