@@ -31,6 +31,17 @@ def arguments_text(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, ensure_ascii=False)
 
 
+def openai_message(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's format; absent fields are left out."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in message.tool_calls
+    ]
+    more = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
+    fields = {"role": message.role, "content": message.content, **more, "tool_calls": calls}
+    return {name: value for name, value in fields.items() if name == "content" or value}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest:
     """A model call with a conversation. Sampling settings are those of the run."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from agent_loop.chat import Chat
+from agent_loop.conversation import openai_message
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, RolloutError, StateLostError, TurnLimits
 from agent_loop.reward import Completion, Reward, Score, score_in_time
@@ -76,7 +77,7 @@ def command(*arguments: str) -> Program:
             | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
             | {"MODEL": access.model},
         )
-        messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+        messages = [openai_message(message) for message in prompt.messages]
         given = json.dumps({"messages": messages, "target": dict(prompt.target)})
         try:
             output, errors = await process.communicate(given.encode())

@@ -25,8 +25,11 @@ from agent_loop.user_errors import DescribedError, describe_error
 
 
 def exact_match(completion: Completion, answer: Any) -> bool:
-    """Whether the text of the last turn is the answer, apart from space around it."""
-    return completion.text.strip() == str(answer).strip()
+    """Whether the text of the last turn is the answer, apart from space around it.
+
+    A whole number is also the answer of a column that holds it as 51.0: pandas makes floats of columns with gaps.
+    """
+    return completion.text.strip() in _answer_texts(answer)
 
 
 def regex_match(pattern: str) -> RewardFunction:
@@ -39,13 +42,25 @@ def regex_match(pattern: str) -> RewardFunction:
 
     def regex_match(completion: Completion, answer: Any) -> bool:
         found = list(compiled.finditer(completion.text))
-        return bool(found) and found[-1].group(min(1, compiled.groups)).strip() == str(answer).strip()
+        group = found[-1].group(min(1, compiled.groups)) if found else None
+        return group is not None and group.strip() in _answer_texts(answer)
 
     return regex_match
 
 
+def _answer_texts(answer: Any) -> set[str]:
+    """Texts that are the answer: `{"51.0", "51"}` of 51.0 as a float, a Decimal, a number of numpy or a text."""
+    text = str(answer).strip()
+    if isinstance(answer, float) and answer.is_integer():  # 1e16 has no zeros
+        return {text, str(int(answer))}
+    whole = re.fullmatch(r"([+-]?\d+)\.0+", text)
+    return {text, whole[1]} if whole else {text}
+
+
 def math_answer(*, processes: int = 1) -> RewardFunction:
     """Whether the last turn ends in an expression equal to the answer, as the package `math-verify` decides.
+
+    If the turn has `\\boxed{}`, the content of the last one counts, or that of all as a set. 12% equals 12 and 0.12.
 
     Args:
         processes: of each rollout worker that parse and compare.
@@ -155,4 +170,18 @@ def _equal_expressions(completion: Completion, answer: Any) -> bool:
     import math_verify  # pyright: ignore[reportMissingTypeStubs] - it uses the signals of the main thread
 
     library: Any = math_verify
-    return bool(library.verify(library.parse(f"${answer}$"), library.parse(completion.text)))
+    wanted = library.parse(f"${answer}$")
+    box = _last_box(completion.text)
+    texts = dict.fromkeys((box, box.replace("\\%", "%"), completion.text))  # it reads $12\\%$ as 12, and $12%$ as 0.12
+    return any(library.verify(wanted, library.parse(text)) for text in texts)
+
+
+def _last_box(text: str) -> str:
+    """The content of the last complete `\\boxed{}`, as a formula; the whole text if there is none."""
+    opened, found = list[re.Match[str]](), text
+    for mark in re.finditer(r"\\boxed\s*\{|(?<!\\)[{}]", text):
+        if mark[0] != "}":
+            opened.append(mark)
+        elif opened and len((start := opened.pop())[0]) > 1:
+            found = f"${text[start.end() : mark.start()]}$"
+    return found

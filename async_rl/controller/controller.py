@@ -312,6 +312,12 @@ class Controller:
             self._num_without_spread = 0
             return False
         self._num_without_spread += 1
+        if (count := self._num_without_spread) >= 8 and count.bit_count() == 1:  # 8, 16, 32, ...
+            self._recorder.warn(
+                f"{count} groups in a row were dropped because all rewards of each are equal, and training waits; look "
+                "at the rewards and at how hard the prompts are, or set rollout.drop_without_spread (it is "
+                f"{self._config.drop_without_spread}) lower"
+            )
         return True
 
     def _count_failed(self, prompt: Prompt) -> bool:

@@ -41,7 +41,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
+from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest, openai_message
 from async_rl.endpoint import chat_completions, messages, responses, tokens
 from async_rl.endpoint.body import Body, decode_body, optional, shown, wrong
 from async_rl.endpoint.config import EndpointConfig
@@ -303,7 +303,7 @@ class _Endpoint:
     async def _open(self, host: SessionHost, data: bytes, headers: Headers) -> Response:
         opened = host.open()
         prompt = {
-            "messages": [{"role": m.role, "content": m.content} for m in opened.prompt.messages],
+            "messages": [openai_message(message) for message in opened.prompt.messages],
             "target": dict(opened.prompt.target),
         }
         found = {"id": opened.id, "base_url": self._base_url, "api_key": opened.api_key, "prompt": prompt}
@@ -489,7 +489,7 @@ class _LingeringResponse(Response):
 
 
 def _json(data: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json.dumps(data), status_code=status, headers=headers, media_type="application/json")
+    return Response(json.dumps(data, default=str), status_code=status, headers=headers, media_type="application/json")
 
 
 def _stream(events: str | AsyncIterator[str]) -> Response:

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
 from agent_loop.functions import FunctionReward, weighted
@@ -43,6 +45,47 @@ def test_overlong_penalty_falls_linearly_inside_the_buffer(num_tokens, value):
     assert overlong_penalty(max_tokens=100, buffer=20)(completion(num_tokens=num_tokens)) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        *(("51", answer, True) for answer in (51, 51.0, "51", "51.0", " 51 ", Decimal(51), Decimal("51.00"))),
+        *(("51", answer, True) for answer in (np.int64(51), np.float32(51), np.float64(51))),
+        *(
+            ("51", answer, False)
+            for answer in (51.5, "51.5", 5.1, "510", None, float("nan"), float("inf"), [51], "51a")
+        ),
+        ("-3", -3.0, True),
+        ("10000000000000000", 1e16, True),
+        ("0.5", 0.5, True),
+        ("0.5", np.float32(0.5), True),
+        ("51.0", 51.0, True),
+        ("1", True, False),
+        ("0", False, False),
+        ("1", np.True_, False),
+        ("True", True, True),
+        ("", None, False),
+        ("nan", None, False),
+        ("v1", "v1.0", False),
+        ("1.0", "1.0.0", False),
+    ],
+)
+async def test_an_answer_is_the_text_or_the_whole_number_that_the_column_holds(text, answer, right):
+    assert (await score(exact_match, text, answer=answer)).value == right
+    assert (await score(regex_match("#### *(.*)"), f"#### {text}", answer=answer)).value == (right and text != "")
+
+
+async def test_a_group_that_did_not_match_is_no_answer():
+    optional = regex_match("#### *(-?[0-9]+)?")
+    for text, answer, right in (
+        ("#### no", "7", 0),
+        ("#### 7", "7", 1),
+        ("#### 7 #### no", "7", 0),
+        ("#### no", "None", 0),
+        ("#### no", "", 0),
+    ):
+        assert (await score(optional, text, answer=answer)).value == right
+
+
 @pytest.mark.parametrize("buffer", [0, 101])
 def test_overlong_penalty_refuses_a_buffer_that_does_not_fit(buffer):
     with pytest.raises(ValueError, match="buffer"):
@@ -57,8 +100,25 @@ async def test_math_answer_accepts_equal_expressions():
         (r"$x = \frac{2}{4}$", r"\frac{1}{2}", 1),
         (r"$\boxed{3}$", "0.5", 0),
         ("no number at all", "0.5", 0),
+        (r"first \boxed{8}, no: \boxed{7}", "7", 1),
+        (r"first \boxed{8}, no: \boxed{7}", "8", 0),
+        (r"\boxed{1}, \boxed{2}", "1,2", 1),
+        (r"\boxed{7} and \boxed{", "7", 1),
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        (r"so \boxed{12\%}", "12%", 1),
+        (r"so \boxed{12\%}", r"12\%", 1),
+        (r"so \boxed{12\%}", "0.12", 1),
+        (r"so $\boxed{12.5\%}$", 12.5, 1),
+        (r"so \boxed{12%}", "12%", 1),
+        (r"so \boxed{13\%}", "12%", 0),
+        ("so 12%", "12%", 1),
+        (r"\boxed{" * 300, "7", 0),
+        (r"\boxed{51}", 51.0, 1),
+        (r"\boxed{(1, 2)}", "(1,2)", 1),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", 1),
+        (r"\boxed{8} and $7$", "7", 0),
     ):
-        assert (await score({"math": reward}, text, answer=answer)).value == right
+        assert (await score({"math": reward}, text, answer=answer)).value == right, (text, answer)
 
 
 async def test_in_processes_runs_elsewhere_and_survives_the_death_of_a_process():

@@ -56,6 +56,17 @@ async def test_a_run_in_which_no_group_has_spread_trains_one_after_each_row(tmp_
     assert all(step["reward/groups_without_signal"] == 1 for step in harness.lines("metrics.jsonl"))
 
 
+async def test_a_long_row_of_groups_without_spread_is_reported(tmp_path):
+    harness = Harness(tmp_path, steps=1, drop_without_spread=40, max_staleness=0, reward=lambda trajectory: 1.0)
+    assert await harness.run()
+    told = [note for note in harness.spy.notes if "groups in a row" in note]
+    rows = [8, 16, 32]
+    assert [int(note.split()[0]) for note in told] == rows * (len(told) // 3) + rows[: len(told) % 3] and len(
+        told
+    ) >= 12
+    assert all("rollout.drop_without_spread (it is 40)" in note for note in told)
+
+
 async def test_a_batch_is_completed_if_nearly_no_group_has_spread(tmp_path):
     def reward(trajectory):
         return float(trajectory.token_ids()[0] == 7 and len(trajectory) % 2)  # prompts 5, 35, 65, ...

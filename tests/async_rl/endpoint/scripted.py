@@ -95,14 +95,14 @@ class ScriptedHost:
         self.sessions = {}
         self.config = EndpointConfig()
         self.url = ""
+        self.prompt = Prompt(index=0, messages=(Message(role="user", content="2+2?"),), target={"answer": 4})
 
     def open(self):
         if len(self.sessions) == self.waiting:
             raise NoRolloutWaiting(retry_after_s=2.5)
         session = ScriptedSession(f"rollout-{len(self.sessions)}")
         self.sessions[key_digest(session.key)] = session
-        prompt = Prompt(index=0, messages=(Message(role="user", content="2+2?"),), target={"answer": 4})
-        return OpenedSession(id=session.id, api_key=session.key, prompt=prompt)
+        return OpenedSession(id=session.id, api_key=session.key, prompt=self.prompt)
 
     def session_of(self, key):
         return self.sessions.get(key_digest(key))

@@ -4,12 +4,14 @@ import asyncio
 import json
 import logging
 from contextlib import suppress
+from datetime import date
 
 import pytest
 import uvloop
 
 from async_rl.endpoint.config import EndpointConfig
 from async_rl.endpoint.server import serve
+from async_rl.rollout.data import PromptFormat
 from tests.async_rl.endpoint.scripted import (
     ASK,
     RUN_KEY,
@@ -29,6 +31,19 @@ MESSAGE = CHAT | {"max_tokens": 9}
 def http(path, *, key, body=b"", headers=()):
     lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", f"content-length: {len(body)}"]
     return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+
+
+async def test_an_opened_session_has_the_whole_prompt():
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "?", "name": "ann"},
+        {"role": "assistant", "content": "", "reasoning_content": "add", "tool_calls": [call]},
+        {"role": "tool", "content": "4", "tool_call_id": "c1"},
+    ]
+    async with serving() as (host, _):
+        host.prompt = PromptFormat().prompt({"messages": messages, "day": date(2026, 1, 2)}, index=0)
+        _, _, opened = await request(host, "/sessions", key=RUN_KEY, body={})
+        assert opened["prompt"]["messages"] == messages and opened["prompt"]["target"]["day"] == "2026-01-02"
 
 
 async def test_a_session_is_opened_rewarded_and_ended():
