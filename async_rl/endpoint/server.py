@@ -465,7 +465,7 @@ def _failure(error: EndpointError, shape: ErrorShape) -> Response:
 
 
 class _LingeringResponse(Response):
-    """A response to a client that may still send its body, of which a rest is read and left out.
+    """A response to a client that may still send its body; the rest is read and left out.
 
     A connection that is closed while its client sends is reset, and the client loses the response.
     """
