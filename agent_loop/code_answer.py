@@ -48,7 +48,7 @@ def code_answer(
 
     Each test runs in a sandbox, and the answer in another one. Only data come from there (`agent_loop.code_peer`), so
     that the answer cannot see the test or change its verdict. A test uses functions and classes of the answer as if
-    they were in its process, with three limits. It imports itself what it compares with. An object of a class of the answer
+    they were in its process, with three limits. It imports itself what it compares with. An object of the answer
     equals other such objects as the class says, and never a value of the test. Patches and files are its own.
 
     Args:
