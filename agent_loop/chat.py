@@ -14,6 +14,7 @@ import secrets
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from copy import copy
+from datetime import datetime
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ import numpy as np
 from agent_loop.control_tokens import ChatTemplateError, ControlTokens, Tokenizer
 from agent_loop.decoder import FindStop
 from agent_loop.loop import Message
+from agent_loop.text import safe_value
 from message_queue.tokens import Int32Array
 
 MAX_VARIANTS = 64  # chats with tools and stop strings of requests that are kept
@@ -34,7 +36,8 @@ class Chat:
     """Renders prompts and replies, and reads sampled turns.
 
     Args:
-        end_of_turn: text of the token that ends a turn, usually the tokenizer's eos_token; an added token.
+        end_of_turn: text of the token that ends a turn; an added token. None finds it: the one that the chat template
+            puts after an assistant turn. The tokenizer's eos_token ends a decode too, as base models write it.
         tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
         stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
         stop_strings: texts that finish a turn anywhere in it, also across and inside tokens. The turn keeps its sampled
@@ -44,35 +47,41 @@ class Chat:
 
     Attributes:
         tools_key: equal for chats with equal tools.
+        is_dated: whether the template prints the date, which is that of the construction; a restart may change it.
 
     Raises:
-        ChatTemplateError: a stop token that is not one token, an end of turn that is no added token, an empty stop
-            string, or a template that renders a reply differently depending on the turn before it.
+        ChatTemplateError: a stop token that is not one token, an end of turn that is no added token or is not found, an
+            empty stop string, or a template that renders a reply differently depending on the turn before it.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
-        end_of_turn: str,
+        end_of_turn: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         stop_tokens: Sequence[str] = (),
         stop_strings: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._end_of_turn = end_of_turn
         self._control = ControlTokens(tokenizer)
         self._variants: dict[str, Chat] = {}  # shared by all variants
         self._secret = secrets.token_hex(8)  # which no message knows
-        if end_of_turn not in self._control:
+        self._strftime = datetime.now().strftime
+        self._set(tools, stop_strings)
+        eos: str = getattr(tokenizer, "eos_token", None) or ""
+        self._end_of_turn = end_of_turn or self._find_end(eos)
+        if self._end_of_turn not in self._control:
             raise ChatTemplateError(
-                f"end_of_turn is {end_of_turn!r}, which is no added token of the tokenizer, so the text of a message "
-                "could end a turn; add it to the tokenizer as a special token"
+                f"end_of_turn is {self._end_of_turn!r}, which is no added token of the tokenizer, so the text of a "
+                "message could end a turn; add it to the tokenizer as a special token"
             )
-        markers = (end_of_turn, *stop_tokens)
+        ends = (eos,) if eos in self._control else ()
+        markers = (self._end_of_turn, *stop_tokens, *ends)
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(self._single_id(text) for text in markers))
         self._end_id = self.stop_token_ids[0]
-        self._set(tools, stop_strings)
+        self._hidden_ids = {self._end_id, *map(self._single_id, ends)}
+        self._opening = self._after([{"role": "user", "content": STAND_INS[0]}])
         if tools:
             self.check_role("tool")
 
@@ -117,19 +126,25 @@ class Chat:
     def reply_texts(self, token_ids: Int32Array, *, count: int) -> list[str]:
         """Texts of the `count` messages of role "tool" that a reply was made of, as the model saw them.
 
-        If the template does not put them between texts of its own, this is the text of the whole reply.
+        If the template does not put them between own texts, or a reply holds such a text and it has no control token,
+        this is the text of the whole reply.
         """
-        text = self.decode(token_ids).removeprefix(self._end_of_turn)
         marks = [f"stand-in reply {number:06d}, 5be1" for number in range(count)]
-        rendered = self._tail([Message(role="tool", content=mark) for mark in marks], STAND_INS[0])
-        first, *between, last = re.split("|".join(marks), rendered)
-        if not (text.startswith(first) and text.endswith(last) and all(between)):
-            return [text]
-        found, rest = list[str](), text[len(first) : len(text) - len(last)]
+        tail = self._tail([Message(role="tool", content=mark) for mark in marks], STAND_INS[0])
+        shape = self._control.decode(self._encode(self._end_of_turn + tail).tolist())
+        pieces = re.split("|".join(marks), shape)  # fewer if the tokenizer cannot write the marks
+        first, between, last = pieces[0], pieces[1:-1], pieces[-1]
+        end = [] if self.ends_turn(token_ids[:1]) else [self._end_id]
+        text = self._control.decode([*end, *token_ids.tolist()])
+        rest = text[len(first) : len(text) - len(last)]
+        # If the text between replies has no control token, a reply may hold it too, and nothing tells them apart.
+        is_clear = all(len(re.findall(f"(?={re.escape(each)})", rest)) == between.count(each) for each in between)
+        is_clear = is_clear and all(between) and len(pieces) == count + 1
+        if not (is_clear and text.startswith(first) and text.endswith(last)):
+            return [self.decode(token_ids).removeprefix(self._end_of_turn)]
+        found = list[str]()
         for separator in between:
-            reply, separated, rest = rest.partition(separator)
-            if not separated:
-                return [text]
+            reply, _, rest = rest.partition(separator)
             found.append(reply)
         return [*found, rest]
 
@@ -142,12 +157,25 @@ class Chat:
         return self.ends_turn(turn) or self._stop_end(self.decode(turn)) is not None
 
     def text(self, turn: Int32Array) -> str:
-        """Text of a sampled turn, up to the end of its first stop string, and without its end-of-turn token.
+        """Text of a sampled turn, up to the end of its first stop string, without its end-of-turn or eos_token.
 
         Any other token stays visible.
         """
-        text = self.decode(turn[:-1] if self.ends_turn(turn) else turn)
+        text = self.decode(turn[:-1] if len(turn) and int(turn[-1]) in self._hidden_ids else turn)
         return text[: self._stop_end(text)]
+
+    @property
+    def find_stop(self) -> FindStop | None:
+        """The search for stop strings of one decoder, which starts where it ended before; None without any."""
+        seen = np.zeros(0, np.int32)
+
+        def find(turn: Int32Array) -> int | None:
+            nonlocal seen
+            before, seen = seen, turn
+            is_longer = np.array_equal(turn[: len(before)], before)  # else it is another turn
+            return self._find_stop(turn, searched=len(before) if is_longer else 0)
+
+        return find if self._stop_strings else None
 
     # ---- inside
 
@@ -155,17 +183,38 @@ class Chat:
         if "" in stop_strings:
             raise ChatTemplateError("a stop string is empty, so every turn would end at once; leave it out")
         self.tools_key = json.dumps(tools, sort_keys=True, default=dict)
-        self._tools = [self._swapped_values(tool) for tool in tools] or None
+        self._tools = [self._swapped_values(safe_value(tool)) for tool in tools] or None
         template = getattr(self._tokenizer, "get_chat_template", None)
         self._template = None if template is None else self._control.swap_sought(template(tools=self._tools))
+        self.is_dated = "strftime_now" in (self._template or "")
         self._stop_strings = tuple(stop_strings)
-        self.find_stop: FindStop | None = self._find_stop if stop_strings else None
+        self._overlap = 8 + 4 * max(map(len, stop_strings), default=0)  # a character has at most 4 tokens
 
-    def _find_stop(self, turn: Int32Array) -> int | None:
-        """See `agent_loop.decoder.FindStop`."""
-        if self._stop_end(self.decode(turn)) is None:
+    def _find_end(self, eos: str) -> str:
+        """The control token that the template puts after an assistant turn, the last of a conversation or not."""
+        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": STAND_INS[0]}
+        for conversation in ([question, answer], [question, answer, question]):
+            after = self._after(conversation, goes_on=len(conversation) > 2).lstrip()
+            if end := eos if eos and after.startswith(eos) else self._control.at_start(after):
+                return end
+        raise ChatTemplateError(
+            "the chat template puts no added token of the tokenizer after an assistant turn, so the end of a turn is "
+            f"unknown; name it with Task(end_of_turn=...), such as the eos_token {eos!r}, or use a template that has it"
+        )
+
+    def _after(self, conversation: list[dict[str, Any]], *, goes_on: bool = True) -> str:
+        """Text that the template renders after a stand-in; "" if it refuses the conversation."""
+        try:
+            return self._render(conversation, goes_on=goes_on).partition(STAND_INS[0])[2]
+        except Exception:  # noqa: BLE001 - a template is foreign code, and raises what it likes
+            return ""
+
+    def _find_stop(self, turn: Int32Array, *, searched: int) -> int | None:
+        """As FindStop, after a search of the first tokens. Only the others are decoded, if no stop string is there."""
+        new = turn[max(0, searched - self._overlap) :]
+        if self._stop_end(self.decode(new)) is None or self._stop_end(self.decode(turn)) is None:
             return None
-        counts = range(1, len(turn) + 1)
+        counts = range(searched + 1, len(turn) + 1)
         return counts[bisect_left(counts, True, key=lambda n: self._stop_end(self.decode(turn[:n])) is not None)]
 
     def _stop_end(self, text: str) -> int | None:
@@ -207,19 +256,27 @@ class Chat:
             before, found, rendered = rendered.partition(mark)
             if not found:
                 raise ChatTemplateError("the chat template leaves out an assistant turn, so it cannot be continued")
-            parts += [self._encode(before), turn]
+            if not self._opening.endswith(" "):
+                before = before.rstrip(" ")  # the template's space, which the sampled tokens have too
+            parts += [self._encode_part(before, is_first=not parts), turn]
             if self.ends_turn(turn):
                 rendered = rendered.removeprefix(self._end_of_turn)
-        return np.concatenate([*parts, self._encode(rendered)])
+        return np.concatenate([*parts, self._encode_part(rendered, is_first=not parts)])
 
-    def _render(self, conversation: list[dict[str, Any]]) -> str:
+    def _encode_part(self, rendered: str, *, is_first: bool) -> Int32Array:
+        """Ids of a part of a rendered text; a tokenizer may put a space before a text that follows no token."""
+        return self._encode(rendered) if is_first else self._encode(self._end_of_turn + rendered)[1:]
+
+    def _render(self, conversation: list[dict[str, Any]], *, goes_on: bool = True) -> str:
+        dated = {"strftime_now": self._strftime} if self.is_dated else {}
         return str(
             self._tokenizer.apply_chat_template(
                 conversation,
                 tools=self._tools,
                 chat_template=self._template,
-                add_generation_prompt=True,
+                add_generation_prompt=goes_on,
                 tokenize=False,
+                **dated,
             )
         )
 
@@ -281,7 +338,7 @@ class Chat:
                 {
                     "id": swap(call.id),
                     "type": "function",
-                    "function": {"name": swap(call.name), "arguments": _arguments(swap(call.arguments))},
+                    "function": self._swapped_values({"name": call.name, "arguments": _arguments(call.arguments)}),
                 }
                 for call in message.tool_calls
             ]
@@ -297,4 +354,4 @@ def _arguments(text: str) -> Any:
         arguments: object = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return cast(dict[str, Any], arguments) if isinstance(arguments, dict) else text
+    return safe_value(cast(dict[str, Any], arguments)) if isinstance(arguments, dict) else text

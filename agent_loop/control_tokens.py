@@ -100,6 +100,10 @@ class ControlTokens:
         """Whether `text` is that of a control token."""
         return text in self._texts
 
+    def at_start(self, text: str) -> str:
+        """The control token that `text` starts with; "" if there is none."""
+        return max((token for token in self._texts if text.startswith(token)), key=len, default="")
+
     def swap(self, text: str) -> str:
         """`text` with stand-ins for control tokens and control tokens for stand-ins."""
         return self._pattern.sub(lambda found: self._swapped[found[0]], text)
@@ -115,6 +119,10 @@ class ControlTokens:
         cut = _secret()
         pieces = self._pattern.sub(lambda found: self._cut(found[0], cut), rendered).split(cut)
         return [i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False)]
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of tokens. Control tokens are stand-ins, which tells them from text, if the tokenizer is fast."""
+        return str((self._copy or self._tokenizer).decode(token_ids, skip_special_tokens=False))
 
     def _cut(self, found: str, cut: str) -> str:
         if found in self._texts:

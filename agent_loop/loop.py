@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agent_loop.text import safe_text
 from message_queue.trajectory import Trajectory
 
 
@@ -21,6 +22,12 @@ class PromptError(RolloutError):
     """No rollout of this prompt can succeed, so that none is tried again."""
 
 
+def _make_safe(made: Any) -> None:
+    for name in made.__slots__:
+        if isinstance(text := getattr(made, name), str) and not text.isascii():
+            object.__setattr__(made, name, safe_text(text))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
     """A tool call in a message of the assistant."""
@@ -32,10 +39,12 @@ class ToolUse:
     arguments: str
     """JSON text of the arguments object; in a history, any text that the agent sent."""
 
+    __post_init__ = _make_safe
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a conversation."""
+    """One message of a conversation. Its texts become safe (`agent_loop.text`), whoever makes it."""
 
     role: str
     """system, user, assistant or tool, as the chat template knows them; tool is the reply to one tool call."""
@@ -49,6 +58,8 @@ class Message:
     """Call to which a tool message replies."""
     name: str | None = None
     """Name of the author, if the agent gave one."""
+
+    __post_init__ = _make_safe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +102,8 @@ class TurnLimits:
     max_refused_answers: int = 3
     """Times in a row that a request is made again because the engine's answer broke the contract."""
     max_tool_reply_chars: int | None = None
-    """Characters of one tool's reply. A longer reply is cut, with a note to the model. None shows all."""
+    """Characters of one tool's reply. A longer reply is cut, with a note to the model. None cuts only replies that have
+    together more than 8 characters for each token that is left."""
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "segment_tokens", "max_tool_reply_chars"):

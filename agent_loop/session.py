@@ -472,7 +472,8 @@ class AgentSession:
         """The last turn of a path as the agent sees it, and the stop string that ended it."""
         turn = path.turns[-1]
         tokens = sampled_tokens(turn)
-        read = self._read(tokens, turn.observation)
+        has_end = int(tokens[-1]) in self._chat.stop_token_ids
+        read = self._read(tokens[:-1] if has_end else tokens, turn.observation)
         content, stop_text = read.content, None
         if reason is StopReason.STOP and not chat.ends_turn(tokens):
             content, stop_text = _before_stop(read.content, stops)

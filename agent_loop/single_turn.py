@@ -33,7 +33,9 @@ class SingleTurnLoop:
             limits=self._limits,
             find_stop=self._chat.find_stop,
         )
-        observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
+        keeps_date = self._chat.is_dated and trajectory.turns
+        token_ids = trajectory.turns[0].observation if keeps_date else self._chat.prompt(prompt.messages)
+        observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
         stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
         text = self._chat.text(sampled_tokens(trajectory.turns[-1]))
         score = await score_in_time(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +13,20 @@ from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
 from agent_loop.stateful import RolloutTools, ToolSource, open_tools
-from agent_loop.tools import MalformedCall, ToolCall, ToolReply, ToolRunner, parse_tool_calls, truncate
-from message_queue.tokens import StopReason
-from message_queue.trajectory import Trajectory
+from agent_loop.tools import (
+    MalformedCall,
+    ToolCall,
+    ToolReply,
+    ToolRunner,
+    opened_reasoning,
+    parse_tool_calls,
+    truncate,
+)
+from message_queue.tokens import Int32Array, StopReason
+from message_queue.trajectory import Trajectory, Turn
 
+CHARS_PER_TOKEN = 8  # of the longest texts that are worth a look: prose and code have 3 to 5
+LONG_TEXT = 20_000  # characters that take some 20 ms to tokenize
 TOOL_ERRORS = logging.getLogger("agent_loop.tools")
 
 
@@ -45,6 +56,9 @@ class ToolUseLoop:
         STOP: a turn without tool calls, or one that ended with another stop token than end-of-turn;
         LENGTH: the turn was cut off, or the tool reply leaves no room to answer (it is not appended then);
         TOOL_CALL: the calls of the last allowed turn are not executed.
+
+    Calls in the reasoning of a turn are text. Replies are cut before they are tokenized: to
+    `limits.max_tool_reply_chars`, and together to 8 characters for each token that is left.
 
     `Trajectory.info` has
         turns: model calls;
@@ -88,11 +102,13 @@ class ToolUseLoop:
             limits=self._limits,
             find_stop=self._chat.find_stop,
         )
-        observe_prompt(trajectory, self._chat.prompt(prompt.messages), index=prompt.index, limits=self._limits)
+        keeps_date = self._chat.is_dated and trajectory.turns
+        token_ids = trajectory.turns[0].observation if keeps_date else self._chat.prompt(prompt.messages)
+        observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
         record = self._so_far(trajectory)
         timeout_s = self._limits.tool_timeout_s
         async with open_tools(self._tools, self._tool_sources, prompt, timeout_s=timeout_s) as tools:
-            await self._rebuild(tools, trajectory, record)
+            await self._rebuild(tools, trajectory)
             stop_reason = await self._turns(trajectory, decoder, record, tools, prompt=prompt)
             completion = Completion(
                 turns=tuple(record.texts),
@@ -117,23 +133,27 @@ class ToolUseLoop:
     def _so_far(self, trajectory: Trajectory) -> _Record:
         """Progress before the last turn, as far as the tokens show."""
         record = _Record([self._chat.text(sampled_tokens(turn)) for turn in trajectory.turns[:-1]])
-        record.num_tool_calls = sum(len(parse_tool_calls(text)) for text in record.texts)
+        record.num_tool_calls = sum(len(parse_tool_calls(self._said(turn))) for turn in trajectory.turns[:-1])
         return record
+
+    def _said(self, turn: Turn) -> str:
+        """Text of a sampled turn, with the `<think>` that its prompt opened."""
+        before = self._chat.decode(turn.observation[-16:])  # tokens that hold it and white space
+        return opened_reasoning(before) + self._chat.text(sampled_tokens(turn))
 
     def _messages(self, prompt: Prompt, trajectory: Trajectory, texts: Sequence[str]) -> tuple[Message, ...]:
         """The conversation, read from the tokens, so that it is the same after a restart."""
         messages = [*prompt.messages, Message(role="assistant", content=texts[0])]
-        for before, turn, text in zip(texts, trajectory.turns[1:], texts[1:], strict=False):
-            replies = self._chat.reply_texts(turn.observation, count=len(parse_tool_calls(before)))
+        for before, turn, text in zip(trajectory.turns, trajectory.turns[1:], texts[1:], strict=False):
+            replies = self._chat.reply_texts(turn.observation, count=len(parse_tool_calls(self._said(before))))
             messages += [Message(role="tool", content=reply) for reply in replies]
             messages.append(Message(role="assistant", content=text))
         return tuple(messages)
 
-    async def _rebuild(self, tools: RolloutTools, trajectory: Trajectory, record: _Record) -> None:
+    async def _rebuild(self, tools: RolloutTools, trajectory: Trajectory) -> None:
         """Give the tools of a rollout that is resumed the state that they had."""
-        unsure = trajectory.unsure_call is not None
-        last = self._chat.text(sampled_tokens(trajectory.turns[-1])) if unsure else ""
-        await tools.rebuild(record.texts, unsure=last)
+        *before, last = map(self._said, trajectory.turns)
+        await tools.rebuild(before, unsure=last if trajectory.unsure_call is not None else "")
 
     async def _call(
         self, tools: RolloutTools, calls: Sequence[ToolCall | MalformedCall], trajectory: Trajectory
@@ -163,18 +183,31 @@ class ToolUseLoop:
             record.texts.append(self._chat.text(turn))
             if stop_reason is StopReason.LENGTH:
                 return StopReason.LENGTH
-            calls = parse_tool_calls(record.texts[-1])
+            calls = parse_tool_calls(self._said(trajectory.turns[-1]))
             if not calls or (stop_reason is StopReason.STOP and not self._chat.finished(turn)):
                 return StopReason.STOP
             if len(record.texts) == self._limits.max_turns:
                 return StopReason.TOOL_CALL
             replies = await self._call(tools, calls, trajectory)
-            shown = [truncate(reply.text, max_chars=self._limits.max_tool_reply_chars) for reply in replies]
+            room = self._limits.max_tokens - len(trajectory)
+            shown, observation = await self._shown(replies, after=turn, room=room)
             record.note(replies, shown=shown)
             for reply in replies:
                 if reply.error is not None:
                     TOOL_ERRORS.warning("in a rollout of prompt %d, the tool %s", prompt.index, reply.error)
-            observation = self._chat.reply([Message(role="tool", content=text) for text in shown], after=turn)
             if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
                 return StopReason.LENGTH
             trajectory.observe(observation)
+
+    async def _shown(
+        self, replies: Sequence[ToolReply], *, after: Int32Array, room: int
+    ) -> tuple[list[str], Int32Array]:
+        """Texts of replies as the model sees them, cut to what may fit into `room` tokens, and their tokens."""
+        left, most, shown = CHARS_PER_TOKEN * room, self._limits.max_tool_reply_chars, list[str]()
+        for reply in replies:
+            shown.append(truncate(reply.text, max_chars=left if most is None else min(left, most)))
+            left = max(0, left - len(shown[-1]))
+        messages = [Message(role="tool", content=text) for text in shown]
+        if sum(map(len, shown)) < LONG_TEXT:
+            return shown, self._chat.reply(messages, after=after)
+        return shown, await asyncio.to_thread(self._chat.reply, messages, after=after)  # other rollouts go on

@@ -12,14 +12,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from agent_loop.loop import RolloutError
+from agent_loop.text import safe_text, safe_value
 from agent_loop.timeline import timed
 from agent_loop.user_errors import describe_error
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-_CALL = re.compile(f"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|(?={CALL_OPEN})|$)", re.DOTALL)
+THINK, END_THINK = "<think>", "</think>"
+MARKERS = frozenset((CALL_OPEN, CALL_CLOSE, THINK, END_THINK))
+MAX_DEPTH = 100  # of arguments: more than tools take, and less than JSON and pydantic can
+_MARKER = re.compile(f"{CALL_OPEN}[ \t\r\n]*|{THINK}|{END_THINK}")
+_CLOSED = re.compile(f"[ \t\r\n]*{CALL_CLOSE}")
+_CALL_END = re.compile(f"{CALL_CLOSE}|(?={CALL_OPEN})")
 
 
 class ToolError(Exception):
@@ -79,6 +85,9 @@ class ToolReply:
     error: str | None = None
     """Error of the tool's own code with its file and line, for the user; None if there is none."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", safe_text(self.text))
+
 
 def describe_tool(tool: Tool) -> dict[str, Any]:
     """The description that chat templates take (OpenAI function format)."""
@@ -86,29 +95,99 @@ def describe_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
+class TurnParts(NamedTuple):
+    """The parts of a sampled turn."""
+
+    reasoning: str | None
+    """Text between `<think>` and `</think>` at the start; None without reasoning."""
+    content: str
+    """Text from there to the first call."""
+    calls: list[tuple[ToolCall | MalformedCall, str]]
+    """Calls after the reasoning in order, each with its text."""
+
+
 def parse_tool_calls(text: str) -> list[ToolCall | MalformedCall]:
     """Calls in Hermes / Qwen format, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, in order.
 
-    Never raises: text that cannot be read is a MalformedCall. Without an opening marker there are no calls.
+    Calls in reasoning are left out; see `split_turn`. Never raises: text that cannot be read is a MalformedCall.
+    Without an opening marker there are no calls.
     """
-    return [_parse_call(match) for match in _CALL.finditer(text)]
+    return [call for call, _ in split_turn(text).calls]
 
 
-def _parse_call(match: re.Match[str]) -> ToolCall | MalformedCall:
-    if not match.group(0).endswith(CALL_CLOSE):
-        return MalformedCall(f"the tool call has no {CALL_CLOSE}")
+def split_turn(text: str) -> TurnParts:
+    """Reasoning, text and calls of a sampled turn.
+
+    Text between `<think>` and `</think>`, or up to the end without the second, has no calls. If only `</think>` is
+    there, the prompt opened the reasoning, and it starts with the turn (see also `opened_reasoning`). Markers in the
+    JSON of a call are text:
+
+        <think>or <tool_call>...</tool_call></think> So: <tool_call>{"name": "say", "arguments": {"a": "</think>"}}...
+        reasoning "or <tool_call>...</tool_call>", content " So: ", one call of `say`
+    """
+    reasoning, start, at, starts_with_it = None, 0, 0, text.lstrip().startswith(THINK)
+    calls = list[tuple[ToolCall | MalformedCall, int, int]]()
+    while (marker := _MARKER.search(text, at)) is not None:
+        begin, at = marker.span()
+        if marker[0] == THINK:
+            close = text.find(END_THINK, at)
+            close = len(text) if close < 0 else close
+            inner, at = text[at:close], close + len(END_THINK)
+            if starts_with_it and start == 0:
+                reasoning, start = inner, at
+        elif marker[0] != END_THINK:
+            call, at = _read_call(text, at)
+            calls.append((call, begin, at))
+        elif start == 0:  # a later one is text
+            reasoning, start = text[:begin], at
+            calls.clear()
+    content = text[start : calls[0][1] if calls else len(text)]
+    return TurnParts(reasoning, content, [(call, text[begin:end]) for call, begin, end in calls])
+
+
+def opened_reasoning(before: str) -> str:
+    """`<think>` if the text before a sampled turn ends with it, so that the turn lacks it; else ""."""
+    return THINK if before.rstrip().endswith(THINK) else ""
+
+
+def _read_call(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:
+    """The call whose JSON starts at `start`, and the end of its text."""
+    end = start
     try:
-        call: object = json.loads(match.group(1))
+        call, end = json.JSONDecoder().raw_decode(text, start)
+        if closed := _CLOSED.match(text, end):
+            return checked_call(call), closed.end()
+        cause = "Extra data"
     except (ValueError, RecursionError) as error:
         cause = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        return MalformedCall(f"the tool call is not valid JSON ({cause})")
+    found = _CALL_END.search(text, end)
+    why = f"is not valid JSON ({cause})" if found and found[0] else f"has no {CALL_CLOSE}"
+    return MalformedCall(f"the tool call {why}"), found.end() if found else len(text)
+
+
+def checked_call(call: object) -> ToolCall | MalformedCall:
+    """The call that a JSON value is, with safe texts."""
     if not isinstance(call, dict):
         return MalformedCall("the tool call is not a JSON object")
     fields = cast(dict[str, object], call)
     name, arguments = fields.get("name"), fields.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return MalformedCall('the tool call needs a string "name" and an object "arguments"')
-    return ToolCall(name, cast(dict[str, Any], arguments))
+    if _is_deep(cast(Any, arguments), levels=MAX_DEPTH):
+        return MalformedCall(f"the arguments of the tool call are nested deeper than {MAX_DEPTH} levels")
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except ValueError:  # Python reads NaN and 1e400; other parsers of JSON, such as an HTTP agent's, take neither
+        return MalformedCall("the arguments of the tool call have NaN or an infinite number, which JSON does not have")
+    return ToolCall(safe_text(name), safe_value(arguments))
+
+
+def _is_deep(value: object, *, levels: int) -> bool:
+    """Whether a JSON value has more than `levels` levels of lists and objects."""
+    if not isinstance(value, list | dict):
+        return False
+    parts = cast(Any, value).values() if isinstance(value, dict) else cast(list[Any], value)
+    return levels == 0 or any(_is_deep(part, levels=levels - 1) for part in parts)
 
 
 class PauseGate:

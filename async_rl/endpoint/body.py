@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -13,6 +14,7 @@ T = TypeVar("T")
 Body = Mapping[str, Any]
 
 MAX_OBJECTS = 20_000  # and lists; the messages and parts of a body are read in about 10 microseconds each
+_LONE = re.compile(rb"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\(?!u[dD][89a-fA-F]).)|\\u....", re.DOTALL)
 _SHOWN = 80  # characters of a value in an error
 _KINDS: Mapping[type, str] = {
     str: "a text",
@@ -24,14 +26,17 @@ _KINDS: Mapping[type, str] = {
 
 
 def decode_body(data: bytes) -> Body:
-    """The object of a body.
+    """The object of a body. A lone surrogate, as agents send it of a page that they read, becomes U+FFFD.
 
     Raises:
-        RequestError: the body is no UTF-8, no JSON (NaN and lone surrogates are none), too deep, no object, or has too
+        RequestError: the body is no UTF-8, no JSON (NaN is none), too deep, no object, or has too
             many objects.
     """
     try:
-        body: object = msgspec.json.decode(data)
+        try:
+            body: object = msgspec.json.decode(data)
+        except ValueError:
+            body = msgspec.json.decode(_LONE.sub(lambda found: found[1] or rb"\ufffd", data))
     except (ValueError, RecursionError) as error:
         cause = "it is nested too deep" if isinstance(error, RecursionError) else "it cannot be decoded"
         raise RequestError(f"the body is not valid JSON in UTF-8: {cause}; send a JSON object") from None

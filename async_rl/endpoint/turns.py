@@ -1,16 +1,25 @@
-"""Reads sampled turns: text, reasoning and tool calls, by the parsers of the package `renderers`."""
+"""Reads sampled turns: text, reasoning and tool calls. The package `renderers` reads formats other than Qwen3's."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from agent_loop.control_tokens import Tokenizer
+from agent_loop.conversation import arguments_text
 from agent_loop.session import ReadTurn, TurnReader
+from agent_loop.tools import (
+    MARKERS,
+    THINK,
+    MalformedCall,
+    ToolCall,
+    TurnParts,
+    checked_call,
+    opened_reasoning,
+    split_turn,
+)
 from message_queue.tokens import Int32Array
 
-THINK = "<think>"  # opens the reasoning, in the answer or at the end of the prompt
 TOOL_PARSERS = {"glm4_moe": "glm", "deepseek_v3": "deepseek-v3"}
 """Model family -> parser; other families write calls as Qwen3 does: `<tool_call>{"name": ..., "arguments": ...}`."""
 
@@ -21,32 +30,48 @@ def turn_reader(tokenizer: Tokenizer, *, family: str) -> TurnReader:
     Args:
         family: `model_type` of the checkpoint's config.
     """
-    from renderers import DefaultRendererConfig, create_renderer  # takes seconds to import, and few runs have a program
-    from renderers.base import ToolCallParseStatus
-
-    config: Any = DefaultRendererConfig(tool_parser=TOOL_PARSERS.get(family, "qwen3"), reasoning_parser="think")
-    renderer = create_renderer(tokenizer, config)  # type: ignore[arg-type]
-    ends = renderer.get_stop_token_ids()
+    split = _renderers_split(tokenizer, family) if family in TOOL_PARSERS else _split(tokenizer)
 
     def read(turn: Int32Array, observation: Int32Array) -> ReadTurn:
-        ids, prompt = turn.tolist(), _after_last(ends, observation)
-        opens = THINK in str(tokenizer.decode(prompt, skip_special_tokens=False))
-        parsed = renderer.parse_response(ids, prompt_ids=prompt if opens else None)
-        content, calls = parsed.content, list[tuple[str, str]]()
-        for call in parsed.tool_calls:
-            if call.status is ToolCallParseStatus.OK and call.name is not None:
-                arguments = call.arguments if isinstance(call.arguments, dict) else {}
-                calls.append((call.name, json.dumps(arguments, ensure_ascii=False)))
+        before = tokenizer.decode(observation[-16:].tolist(), skip_special_tokens=False)  # with an opened reasoning
+        reasoning, content, found = split(turn, opened_reasoning(before))
+        calls = list[tuple[str, str]]()
+        for call, text in found:
+            if isinstance(call, ToolCall) and call.name:
+                calls.append((call.name, arguments_text(call.arguments)))
             else:
-                start, end = call.token_span or (0, 0)
-                content += tokenizer.decode(ids[start:end], skip_special_tokens=False) or call.raw
-        return ReadTurn(content, parsed.reasoning_content, tuple(calls))
+                content += text
+        return ReadTurn(content, (reasoning or "").replace(THINK, "") or None, tuple(calls))
 
     return read
 
 
-def _after_last(ends: Sequence[int], observation: Int32Array) -> list[int]:
-    """The tokens after the last end of a turn, where the assistant's turn starts."""
-    ids = observation.tolist()
-    start = next((at + 1 for at in range(len(ids) - 1, -1, -1) if ids[at] in ends), 0)
-    return ids[start:]
+def _split(tokenizer: Any) -> Callable[[Int32Array, str], TurnParts]:
+    hides = not MARKERS & set(getattr(tokenizer, "all_special_tokens", ()))
+    return lambda turn, opened: split_turn(opened + tokenizer.decode(turn.tolist(), skip_special_tokens=hides))
+
+
+def _renderers_split(tokenizer: Any, family: str) -> Callable[[Int32Array, str], TurnParts]:
+    from renderers import DefaultRendererConfig, create_renderer  # takes seconds to import, and few runs have a program
+    from renderers.base import ToolCallParseStatus
+
+    config: Any = DefaultRendererConfig(tool_parser=TOOL_PARSERS[family], reasoning_parser="think")  # type: ignore[arg-type]
+    renderer = create_renderer(tokenizer, config)  # type: ignore[arg-type]
+
+    def split(turn: Int32Array, opened: str) -> TurnParts:
+        ids, prompt = turn.tolist(), tokenizer.encode(opened, add_special_tokens=False)
+        try:
+            parsed = renderer.parse_response(ids, prompt_ids=prompt)
+        except (ValueError, RecursionError):  # of json: a number with too many digits, or lists in lists
+            return TurnParts(None, tokenizer.decode(ids, skip_special_tokens=True), [])
+        calls = list[tuple[ToolCall | MalformedCall, str]]()
+        for call in parsed.tool_calls:
+            start, end = call.token_span or (0, 0)
+            text = tokenizer.decode(ids[start:end], skip_special_tokens=False) or call.raw
+            arguments = call.arguments if isinstance(call.arguments, dict) else {}
+            is_read = call.status is ToolCallParseStatus.OK
+            made = checked_call({"name": call.name, "arguments": arguments}) if is_read else MalformedCall(call.status)
+            calls.append((made, text))
+        return TurnParts(parsed.reasoning_content, parsed.content, calls)
+
+    return split

@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from agent_loop.tools import ToolCall, parse_tool_calls
+from agent_loop.text import safe_text
+from agent_loop.tools import ToolCall, opened_reasoning, parse_tool_calls
 from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path
 from async_rl.files.jsonl import read_lines
 
@@ -110,7 +111,7 @@ class FailedRollouts:
                 found.unlink(missing_ok=True)
         if self._count < self._config.trajectories:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(rollout), ensure_ascii=False) + "\n")
+                file.write(safe_text(json.dumps(asdict(rollout), ensure_ascii=False)) + "\n")
             self._count += 1
 
 
@@ -139,13 +140,17 @@ def kind_of_error(error: str) -> str:
     return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
 
 
-def tool_calls_of(text: str) -> list[dict[str, Any]]:
-    """Tool calls in the text of a turn: `name` and `arguments` (JSON), or `error` for a malformed call."""
+def tool_calls_of(text: str, *, before: str = "") -> list[dict[str, Any]]:
+    """Tool calls in the text of a turn: `name` and `arguments` (JSON), or `error` for a malformed call.
+
+    Args:
+        before: text before the turn, which may open its reasoning.
+    """
     return [
         {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False), "error": None}
         if isinstance(call, ToolCall)
         else {"name": None, "arguments": None, "error": call.cause}
-        for call in parse_tool_calls(text)
+        for call in parse_tool_calls(opened_reasoning(before) + text)
     ]
 
 

@@ -111,7 +111,7 @@ METRICS: dict[str, Metric] = {
     "info/turns": Metric("mean", "turns", "model calls per trajectory"),
     "info/tool_calls": Metric("mean", "calls", "tool calls per trajectory, executed or malformed"),
     "info/tool_errors": Metric("mean", "calls", "tool calls that failed per trajectory"),
-    "info/truncated_replies": Metric("mean", "replies", "tool replies cut by limits.max_tool_reply_chars"),
+    "info/truncated_replies": Metric("mean", "replies", "tool replies that were cut; see limits.max_tool_reply_chars"),
     "info/aborts": Metric("mean", "aborts", "resumed decodes per trajectory"),
     "info/paths": Metric("mean", "paths", "conversations that the calls of an agent program made, per trajectory"),
     "info/retries": Metric("mean", "calls", "retries of an agent program that got the recorded answer, per trajectory"),

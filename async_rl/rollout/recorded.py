@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
+from agent_loop.text import safe_text, safe_value
 from async_rl.inference.notifier import Notifier
 from message_queue.content import ContentWriter
 from message_queue.progress import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
@@ -100,7 +101,7 @@ class RecordedTrajectory(Trajectory):
 
     async def start_call(self, call: str) -> None:
         """See Trajectory. The call is stored when this returns."""
-        self._record(len(self), CallStarted(call), self.path)
+        self._record(len(self), CallStarted(safe_text(call)), self.path)
         if self._flush is not None:
             await self._flush()
 
@@ -132,7 +133,7 @@ class RecordedTrajectory(Trajectory):
         rewards: Mapping[str, float] | None = None,
     ) -> None:
         """See Trajectory."""
-        super().close(stop_reason=stop_reason, reward=reward, info=info, rewards=rewards)
+        super().close(stop_reason=stop_reason, reward=reward, info=safe_value(info), rewards=safe_value(rewards))
         end = TrajectoryClosed(
             stop_reason=stop_reason,
             reward=float(reward),

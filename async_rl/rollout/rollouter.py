@@ -383,8 +383,8 @@ def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tupl
         for turn in trajectory.turns
     ]
     turns: list[dict[str, object]] = [
-        {"text": text, "tool_calls": tool_calls_of(text), "reply": reply}
-        for text, reply in zip(said, [*observed[1:], ""], strict=True)
+        {"text": text, "tool_calls": tool_calls_of(text, before=before), "reply": reply}
+        for before, text, reply in zip(observed, said, [*observed[1:], ""], strict=True)
     ]
     if turns and not turns[-1]["text"]:
         turns.pop()  # it failed before the model answered

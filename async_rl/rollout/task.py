@@ -67,7 +67,8 @@ class Task:
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
         shuffle: whether rows that are not generated are shuffled in each epoch.
-        end_of_turn: text of the token that ends a turn; None is the tokenizer's end-of-sequence token.
+        end_of_turn: text of the token that ends a turn; None is the one that the chat template puts after an assistant
+            turn. The tokenizer's end-of-sequence token ends a turn too.
         max_prompt_tokens: rows with more tokens, as the chat template renders them, are left out, and their number is
             noted; None refuses rows that leave no token to sample (`rollout.limits.max_tokens`).
 
@@ -267,10 +268,7 @@ class Task:
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
         """The chat of the task: its end of turn and its tools."""
-        end = self._end_of_turn or getattr(tokenizer, "eos_token", None)
-        if end is None:
-            raise ValueError("the tokenizer has no end-of-sequence token; give Task(end_of_turn=...)")
-        return Chat(tokenizer, end_of_turn=end, tools=[describe_tool(tool) for tool in self._described])
+        return Chat(tokenizer, end_of_turn=self._end_of_turn, tools=[describe_tool(tool) for tool in self._described])
 
     @property
     def _described(self) -> list[Tool]:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, RolloutError
+from agent_loop.text import safe_value
 from agent_loop.timeline import Timeline, enclosing
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
@@ -88,7 +89,7 @@ class Validator:
             response=self._decode(token_ids[start:]),
             min_version=min(versions, default=-1),
             max_version=max(versions, default=-1),
-            info=trajectory.info,
+            info=safe_value(trajectory.info),
         )
 
 

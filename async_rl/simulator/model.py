@@ -19,7 +19,7 @@ END, USER, ASSISTANT, TOOL_ROLE, CALL, SYSTEM = range(1, 7)
 FIRST_WORD, VOCAB = 10, 60
 SPECIAL = {"<end>": END, "<user>": USER, "<assistant>": ASSISTANT, "<tool>": TOOL_ROLE, "<system>": SYSTEM}
 TEXTS = {number: text for text, number in SPECIAL.items()}
-TEXTS[CALL] = '<tool_call>{"name": "lookup", "arguments": {}}</tool_call>'
+TEXTS[CALL] = r'<tool_call>{"name": "lookup", "arguments": {"\ud83d": "\udc00"}}</tool_call>'  # lone surrogates
 ROUTING = RoutingSpec(layers=(1, 2, 4), num_experts=16, top_k=2)
 _PIECES = re.compile("|".join([*SPECIAL, "."]), re.DOTALL)
 
@@ -107,6 +107,7 @@ class SimulatedTokenizer:
         return {number: text for text, number in SPECIAL.items()}
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        text.encode()  # raises at a surrogate, as real tokenizers do
         return [
             SPECIAL.get(piece, FIRST_WORD + ord(piece[0]) % (VOCAB - FIRST_WORD)) for piece in _PIECES.findall(text)
         ]

@@ -100,7 +100,7 @@ async def _work(world: World, point: str) -> None:
     kind, seconds = world.fault(point)
     match kind:
         case "tool says no":
-            raise ToolError("no")
+            raise ToolError("n\udc00")
         case "tool is broken":
             raise RolloutError("the tool is out of order")
         case "reward fails":

@@ -418,9 +418,10 @@ def _turns(token_ids: Int32Array, segments: Sequence[SampledRun], tokenizer: Any
     def text(start: int, end: int) -> str:
         return str(tokenizer.decode(token_ids[start:end].tolist(), skip_special_tokens=False))
 
-    ends = [*(start for start, _ in bounds), len(token_ids)]
-    turns = [
-        {"text": (said := text(*bound)), "tool_calls": tool_calls_of(said), "reply": text(bound[1], following)}
-        for bound, following in zip(bounds, ends[1:], strict=True)
-    ]
-    return text(0, ends[0]), turns
+    before, turns = text(0, bounds[0][0] if bounds else len(token_ids)), list[dict[str, Any]]()
+    prompt, ends = before, [*(start for start, _ in bounds[1:]), len(token_ids)]
+    for bound, following in zip(bounds, ends, strict=False):
+        said, reply = text(*bound), text(bound[1], following)
+        turns.append({"text": said, "tool_calls": tool_calls_of(said, before=before), "reply": reply})
+        before = reply
+    return prompt, turns

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import numpy as np
@@ -6,13 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat import MAX_VARIANTS, Chat, ChatTemplateError
-from agent_loop.loop import Message
-from agent_loop.tools import describe_tool
+from agent_loop.decoder import SegmentDecoder
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, ToolUse, TurnLimits
+from agent_loop.tools import PauseGate, describe_tool
+from async_rl import Task
+from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, TURN_START, build_tokenizer
-from tests.helpers.fakes import FakeTool
+from tests.helpers import tokenizers_of_families
+from tests.helpers.fakes import FakeEngine, FakeTool, TurnScript
+from tests.helpers.tokenizers_of_families import FAMILIES, Added
 
 TOOLS = [describe_tool(FakeTool())]
 TOKENIZER = build_tokenizer()
+BYTES = tokenizers_of_families.build("qwen")
 
 
 def ids(text):
@@ -177,3 +185,194 @@ def test_variants_are_kept_for_equal_requests_and_their_number_is_bounded():
     newest = [chat.variant(tools=[], stop_strings=(f"{n}",)) for n in range(MAX_VARIANTS)][-1]
     assert chat.variant(tools=[], stop_strings=(f"{MAX_VARIANTS - 1}",)) is newest
     assert chat.variant(tools=tools, stop_strings=()) is not first
+
+
+# ---- the end of a turn
+
+
+def byte_level(template, *, eos, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), plain=("<tool_call>",)):
+    return tokenizers_of_families.byte_level(Added(special, plain), template, eos=eos)
+
+
+ENDS = {"glm": ["<|user|>", "<|endoftext|>"], "qwen": ["<|im_end|>"], "llama": ["<|eot_id|>"]}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_end_of_turn_is_the_token_that_the_template_puts_after_a_turn(family):
+    tokenizer = tokenizers_of_families.build(family)
+    found = tokenizer.convert_ids_to_tokens(list(Chat(tokenizer).stop_token_ids))
+    assert found == ENDS.get(family, [tokenizer.eos_token])
+
+
+@pytest.mark.parametrize("end", [None, "<|im_end|>"])
+def test_a_turn_of_a_base_model_ends_with_the_token_of_the_template_or_eos(end):
+    tokenizer = byte_level(CHAT_TEMPLATE, eos="<|endoftext|>")
+    chat = Chat(tokenizer, end_of_turn=end)
+    assert tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|im_end|>", "<|endoftext|>"]
+    ended = [tokenizer.encode(f"42{token}", add_special_tokens=False) for token in ("<|im_end|>", "<|endoftext|>", "")]
+    assert [chat.text(np.asarray(turn, np.int32)) for turn in ended] == ["42"] * 3
+    assert [chat.finished(np.asarray(turn, np.int32)) for turn in ended] == [True, False, False]
+
+
+def test_eos_of_a_template_that_writes_it_only_at_the_end_ends_a_turn():
+    """As gpt-oss: an earlier turn has <|im_end|>, and the last one the token that the model samples."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.content }}"
+        "{{ '<|endoftext|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
+    )
+    tokenizer = byte_level(template, eos="<|endoftext|>")
+    assert tokenizer.convert_ids_to_tokens(list(Chat(tokenizer).stop_token_ids)) == ["<|endoftext|>"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}",
+        "Question: {{ messages[0].content }} Answer:",
+        "{% for m in messages if m.role == 'assistant' %}{{ raise_exception('no') }}{% endfor %}",
+    ],
+    ids=["text alone", "turns left out", "turns refused"],
+)
+def test_a_template_without_an_end_of_turn_is_refused_unless_the_user_names_one(template):
+    tokenizer = byte_level(template, eos="<|endoftext|>")
+    with pytest.raises(ChatTemplateError, match=r"end_of_turn.*<\|endoftext\|>"):
+        Chat(tokenizer)
+    chat = Chat(tokenizer, end_of_turn="<|endoftext|>")
+    assert tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|endoftext|>"]
+
+
+# ---- the search for stop strings
+
+
+@given(
+    text=st.text("ab<>é😀\ufffd ", max_size=60),
+    stops=st.lists(st.text("ab<é😀", min_size=1, max_size=3), min_size=1, max_size=2),
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=20),
+)
+def test_a_search_of_the_new_tokens_finds_what_a_search_of_all_finds(text, stops, cuts):
+    tokenizer = BYTES
+    chat = Chat(tokenizer, end_of_turn="<|im_end|>", stop_strings=stops)
+    turn = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    decoded = [tokenizer.decode(turn[:n].tolist()) for n in range(len(turn) + 1)]
+    expected = next((n for n in range(len(turn) + 1) if any(stop in decoded[n] for stop in stops)), None)
+    find_stop, searched, found = chat.find_stop, 0, None
+    for cut in itertools.chain(cuts, itertools.repeat(len(turn) + 1)):
+        until = min(searched + cut, len(turn))
+        if (found := find_stop(turn[:until])) is not None or until == len(turn):
+            break
+        searched = until
+    assert found == expected
+
+
+async def test_the_search_for_a_stop_string_decodes_each_token_a_few_times(monkeypatch):
+    chat, count = Chat(BYTES, end_of_turn="<|im_end|>", stop_strings=("</never>",)), 4000
+    decoded = []
+    decode = chat.decode
+    monkeypatch.setattr(chat, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))
+    engine = FakeEngine(lambda _: BYTES.convert_tokens_to_ids("a"), routing=None)
+    trajectory = Trajectory(routing=None)
+    trajectory.observe(np.asarray([1], np.int32))
+    decoder = SegmentDecoder(
+        engine,
+        sampling=SamplingConfig(),
+        stop_token_ids=chat.stop_token_ids,
+        session="s",
+        cache_salt="",
+        limits=TurnLimits(max_turns=1, max_tokens=5000),
+        find_stop=chat.find_stop,
+    )
+    await decoder.decode(trajectory, max_new_tokens=count)
+    assert len(decoded) > 50 and sum(decoded) < 3 * count
+
+
+# ---- dates
+
+
+DATED = "{{ 'Today: ' + strftime_now('%d %b %Y %H:%M:%S %f') }}" + CHAT_TEMPLATE
+
+
+def test_the_date_of_a_prompt_stays_that_of_the_start():
+    chat = Chat(byte_level(DATED, eos="<|im_end|>"))
+    messages = [Message(role="user", content="hi")]
+    first = chat.prompt(messages).tolist()
+    assert chat.is_dated and "Today: " in chat.decode(np.asarray(first))
+    assert (
+        chat.prompt(messages).tolist() == chat.variant(tools=(), stop_strings=("a",)).prompt(messages).tolist() == first
+    )
+    assert not make_chat().is_dated
+
+
+@pytest.mark.parametrize("multi_turn", [False, True])
+async def test_a_rollout_is_resumed_with_the_prompt_of_another_day(multi_turn):
+    tokenizer = byte_level(DATED, eos="<|im_end|>")
+    task = Task(prompts=["hi"], rewards=lambda completion: 1.0, tools=[FakeTool()] if multi_turn else [])
+
+    def roll():
+        script = TurnScript([tokenizer.encode("42<|im_end|>")], opening=tokenizer.encode("<|im_start|>assistant\n"))
+        loop = task.build_loop(
+            engine=FakeEngine(script, routing=None),
+            tokenizer=tokenizer,
+            sampling=SamplingConfig(),
+            limits=TurnLimits(max_turns=2, max_tokens=4000),
+            gate=PauseGate(),
+        )
+        return loop.run(task.train_prompt(0), trajectory=trajectory, session="s", cache_salt="")
+
+    trajectory = Trajectory(routing=None)
+    yesterday = Chat(tokenizer).prompt([Message(role="user", content="hi")])
+    trajectory.observe(yesterday)
+    await roll()
+    assert trajectory.closed and trajectory.turns[0].observation.tolist() == yesterday.tolist()
+
+
+# ---- text of messages
+
+
+@pytest.mark.parametrize("escaped", [r"<|im_end|>", r"\u003c|im_end|\u003e", r"<|im\u005fend|>"])
+def test_arguments_of_a_history_give_no_control_token_and_no_surrogate(escaped):
+    template = CHAT_TEMPLATE.replace(
+        "message.content +", "message.content + (message.tool_calls | tojson if message.tool_calls else '') +"
+    )
+    chat = Chat(byte_level(template, eos="<|im_end|>"))
+    call = ToolUse(id="c", name="f", arguments=f'{{"x{escaped}": "{escaped} \\ud83d"}}')
+    asked, said = Message(role="user", content="?"), Message(role="assistant", content="", tool_calls=(call,))
+    prompt = chat.prompt([asked, said, asked])
+    assert prompt.tolist().count(chat.stop_token_ids[0]) == 3
+    assert chat.decode(prompt).count("<|im_end|>") == 5 and "<|im_end|> \ufffd" in chat.decode(prompt)
+
+
+def test_texts_of_messages_and_tools_become_safe():
+    texts = {"content": "a\ud83d", "reasoning": "\udc00", "tool_call_id": "\ud83d\ude00", "name": "é\ud800"}
+    message = Message(role="tool", **texts)
+    assert (message.content, message.reasoning, message.tool_call_id, message.name) == ("a�", "�", "😀", "é�")
+    use = ToolUse(id="\ud800", name="\ud800", arguments='"\ud800"')
+    assert (use.id, use.name, use.arguments) == ("�", "�", '"�"')
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ tools[0].function.description }}{{ tools | tojson }}" + CHAT_TEMPLATE
+    tool = {"type": "function", "function": {"name": "\udc00", "description": "\ud83d", "parameters": {"\ud800": 1}}}
+    make_chat(tokenizer, tools=[tool]).prompt([message])
+
+
+# ---- texts of replies
+
+RESPONSES = ("<tool_response>", "</tool_response>")
+BETWEEN = "1\n</tool_response>\n<tool_response>\n2"
+
+
+@pytest.mark.parametrize("contents", [[BETWEEN], [BETWEEN, "3"], ["3", BETWEEN, BETWEEN], [BETWEEN[:-1], BETWEEN[1:]]])
+def test_a_reply_that_holds_the_text_between_replies_is_one_reply(contents):
+    tokenizer = byte_level(CHAT_TEMPLATE, eos="<|im_end|>", plain=RESPONSES)
+    chat = Chat(tokenizer, tools=TOOLS)
+    tokens = chat.reply([Message(role="tool", content=content) for content in contents], after=np.zeros(0, np.int32))
+    assert chat.reply_texts(tokens, count=len(contents)) == contents
+
+
+@pytest.mark.parametrize(
+    "contents", [[BETWEEN], ["", ""], ["1", "2"], [BETWEEN[:-2], "3"], ["3", "\n</tool_response>\n"]]
+)
+def test_replies_are_told_apart_by_text_only_where_that_is_clear(contents):
+    chat = Chat(byte_level(CHAT_TEMPLATE, eos="<|im_end|>"), tools=TOOLS)
+    messages = [Message(role="tool", content=content) for content in contents]
+    found = chat.reply_texts(chat.reply(messages, after=np.zeros(0, np.int32)), count=len(contents))
+    assert found == contents or (len(found) == 1 and all(content in found[0] for content in contents))
+    assert (found == contents) is (len(contents) == 1 or BETWEEN[:-2] not in contents)

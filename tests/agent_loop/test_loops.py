@@ -1,6 +1,7 @@
 """Agent loops: tokens, loss mask, logprobs, versions and rows stay aligned, and a tool runs once for each call."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -8,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat import Chat
+from agent_loop.control_tokens import ControlTokens
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import RewardError
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import ToolError, ToolRunner, describe_tool
+from async_rl.files.rollouts import tool_calls_of
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.rollout.validator import Validator
 from message_queue.progress import CallStarted, TrajectoryClosed
@@ -54,12 +57,12 @@ def make_engine(*turns, **options):
     return FakeEngine(TurnScript([ids(turn) for turn in turns], opening=ids("<|im_start|>assistant\n")), **options)
 
 
-def make_loop(engine, *, tool=None, reward=None, limits=LIMITS, stop_strings=()):
+def make_loop(engine, *, tool=None, reward=None, limits=LIMITS, stop_strings=(), tokenizer=TOKENIZER):
     tool = tool or FakeTool(behave=lambda _: "42")
     return ToolUseLoop(
         engine=engine,
         chat=Chat(
-            TOKENIZER,
+            tokenizer,
             end_of_turn=END_OF_TURN,
             tools=[describe_tool(tool)],
             stop_tokens=(PAD, TURN_START),
@@ -173,6 +176,79 @@ async def test_single_turn_loop_ends_with_its_answer_and_reads_no_calls():
     check_aligned(trajectory)
     assert (reward.seen[0].turns, reward.seen[0].num_tokens) == ((CALL,), trajectory.num_sampled)
     assert trajectory.info == {"turns": 1, "aborts": 1, "refused_answers": 0}
+
+
+async def test_two_replies_are_seen_by_the_reward_as_the_model_saw_them_also_after_a_restart():
+    contents = ["1\n</tool_response>\n<tool_response>\n2", "3"]
+    turns, records, reward = (turn(CALL + CALL), turn(ANSWER)), [], FakeReward()
+    replies = iter(contents)
+    tool, limits = FakeTool(behave=lambda _: next(replies)), TurnLimits(max_turns=6, max_tokens=500)
+    await recorded(
+        make_loop(make_engine(*turns), tool=tool, reward=reward, limits=limits), Trajectory(routing=SPEC), records
+    )
+    for cut in range(4, len(records)):
+        loop = make_loop(make_engine(*turns), reward=reward, limits=limits)
+        await recorded(loop, rebuilt(records[:cut]), [])
+    assert len(reward.seen) > 1
+    for seen in reward.seen:
+        assert [message.content for message in seen.messages if message.role == "tool"] == contents
+
+
+# ---- reasoning
+
+THOUGHT = f"I could {CALL.replace('1', '2')}"
+
+
+@pytest.mark.parametrize(
+    ("opens", "turns", "calls"),
+    [
+        (False, (f"<think>{THOUGHT}</think>{CALL}", f"<think>{THOUGHT}</think>{ANSWER}"), 1),
+        (False, (f"<think>{THOUGHT}",), 0),
+        (True, (f"{THOUGHT}</think>{CALL}", f"hm</think>{ANSWER}"), 1),
+        (True, (THOUGHT,), 0),
+        (False, (f"hm {CALL}", ANSWER), 1),
+    ],
+)
+async def test_a_call_in_reasoning_is_not_made(opens, turns, calls):
+    opening, tokenizer = "<|im_start|>assistant\n" + "<think>\n" * opens, build_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\\n", "assistant\\n<think>\\n" if opens else "assistant\\n"
+    )
+    engine = FakeEngine(TurnScript([ids(turn(text)) for text in turns], opening=ids(opening)))
+    tool, reward, records = FakeTool(), FakeReward(), []
+    limits = TurnLimits(max_turns=6, max_tokens=800)
+    loop = make_loop(engine, tool=tool, reward=reward, tokenizer=tokenizer, limits=limits)
+    whole = await recorded(loop, Trajectory(routing=SPEC), records)
+    assert tool.calls == [{"x": 1}] * calls
+    assert (whole.info["tool_calls"], len(whole.turns)) == (calls, len(turns))
+    assert [message.role for message in reward.seen[0].messages][1:] == ["assistant", *["tool", "assistant"] * calls]
+    resumed = await recorded(loop, rebuilt(records[: len(records) - 1]), [])
+    assert resumed.info == whole.info and reward.seen[1].messages == reward.seen[0].messages
+    shown = text_of(whole).partition(opening)[0] + opening
+    assert len(tool_calls_of(turns[0], before=shown)) == calls
+
+
+# ---- long replies
+
+
+@pytest.mark.parametrize(("most", "calls"), [(None, 1), (None, 3), (10**7, 2)])
+async def test_a_reply_that_cannot_fit_is_cut_before_it_is_tokenized_off_the_event_loop(monkeypatch, most, calls):
+    encoded, encode = [], ControlTokens.encode
+
+    def watched(control, rendered):
+        encoded.append((len(rendered), threading.get_ident()))
+        return encode(control, rendered)
+
+    limits = TurnLimits(max_turns=6, max_tokens=4_000, max_tool_reply_chars=most)
+    loop = make_loop(make_engine(turn(CALL * calls)), tool=FakeTool(behave=lambda _: "x" * 4_000_000), limits=limits)
+    monkeypatch.setattr(ControlTokens, "encode", watched)
+    trajectory = Trajectory(routing=SPEC)
+    await loop.run(PROMPT, trajectory=trajectory, session="s", cache_salt="v0")
+    assert (trajectory.stop_reason, len(trajectory.turns)) == (StopReason.LENGTH, 1)
+    assert trajectory.info["truncated_replies"] == calls
+    longest, thread = max(encoded)
+    assert longest < 8 * 4_000 + 500 * calls
+    assert thread != threading.get_ident()
 
 
 # ---- the end of a trajectory

@@ -4,9 +4,11 @@ import asyncio
 import contextvars
 import dataclasses
 import json
+from functools import partial
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from agent_loop.chat import Chat
 from agent_loop.conversation import ChatRequest, TokenRequest
@@ -17,8 +19,10 @@ from agent_loop.timeline import Timeline, enclosing
 from async_rl.endpoint.turns import turn_reader
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
-from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, PAD, TURN_START, build_tokenizer
+from tests.helpers import tokenizers_of_families
 from tests.helpers.fakes import SPEC, FakeEngine, Interruption, fake_logprob
+from tests.helpers.tokenizers_of_families import Added, finished
 
 TOKENIZER = build_tokenizer()
 READ = turn_reader(TOKENIZER, family="qwen3_moe")
@@ -153,6 +157,49 @@ async def test_session_keeps_the_sampled_tokens_of_an_answer_in_a_rewritten_hist
     assert any(prompt[at : at + len(letters)] == letters for at in range(len(prompt)))
     assert text_of(other).count("user<|im_end|>") == 2
     check_exact(trajectory, engine)
+
+
+async def test_an_answer_hides_the_end_of_turn_that_is_not_eos():
+    tokenizer = build_tokenizer()
+    tokenizer.eos_token = tokenizer.add_tokens("<eos>") and "<eos>"
+    engine = make_engine(Answers(a="user"))
+    session, _ = make_session(engine)
+    session._chat, session._read = Chat(tokenizer), turn_reader(tokenizer, family="qwen3_moe")
+    answer = await session.answer(request(user("a")))
+    assert (answer.message.content, answer.finish) == ("user", "stop")
+
+
+def metaspace(scheme):
+    """A tokenizer that puts a mark of a space before a text (first), before each of its pieces (always) or never."""
+    made = json.loads(tokenizers_of_families.build("unigram").backend_tokenizer.to_str())
+    backend = Tokenizer.from_str(json.dumps(made))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return finished(backend, Added(("<unk>", "<s>", "</s>")), CHAT_TEMPLATE.replace("<|im_end|>", "</s>"), eos="</s>")
+
+
+REWRITTEN = {
+    **{
+        family: partial(tokenizers_of_families.build, family)
+        for family in ("qwen", "mixtral", "mixtral, later", "olmo")
+    },
+    **{f"metaspace {scheme}": partial(metaspace, scheme) for scheme in ("first", "always", "never")},
+}
+
+
+@pytest.mark.parametrize("name", REWRITTEN)
+async def test_a_rewritten_history_has_the_tokens_of_its_whole_text(name):
+    tokenizer = REWRITTEN[name]()
+    chat = Chat(tokenizer)
+    question, said = user("hi"), Message(role="assistant", content="the answer")
+    opening, whole = chat.prompt([question]), chat.prompt([question, said, question])
+    rest = whole[len(opening) :].tolist()
+    turn = rest[: rest.index(chat.stop_token_ids[0]) + 1]
+    tokens = {1: np.asarray(turn, np.int32), 3: np.asarray(turn, np.int32)}
+    history = [question, said, user("and so"), said, user("go on")]
+    assert chat.prompt(history, sampled=tokens).tolist() == chat.prompt(history).tolist()
+    after = chat.reply(history[2:], after=tokens[1], sampled={1: tokens[1]})
+    assert [*opening, *turn, *after] == chat.prompt(history).tolist()
 
 
 @pytest.mark.parametrize(

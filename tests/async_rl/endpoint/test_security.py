@@ -369,6 +369,16 @@ async def test_a_body_that_is_no_request_is_refused(path, body):
         assert session.requests == []
 
 
+async def test_lone_surrogates_of_a_body_become_replacement_characters():
+    async with serving() as (host, session):
+        content = r"\ud83d\ude00 \uD83D\n \\ud83d \\\udc00 \u00e9"
+        body = BODY.replace(json.dumps(ASK["content"]).encode(), f'"{content}"'.encode())
+        assert body != BODY
+        assert (await request(host, "/v1/chat/completions", key=session.key, body=body))[0] == 200
+        [found] = session.requests
+        assert found.messages[-1].content == "😀 �\n \\ud83d \\� é"
+
+
 @pytest.mark.parametrize("depth", [50, 300, 900])
 async def test_a_tool_schema_of_any_depth_is_served_or_refused(depth):
     schema = json.loads('{"a":' * depth + "{}" + "}" * depth)

@@ -1,5 +1,7 @@
 """Files of rollouts: bounded, complete or absent, and readable beside damaged ones."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
@@ -10,6 +12,7 @@ from async_rl.files.rollouts import (
     read_failed,
     read_steps,
     recorded_steps,
+    tool_calls_of,
     truncate_steps,
     write_step,
 )
@@ -87,6 +90,15 @@ def test_failed_rollouts_are_bounded_by_step_and_number_of_files(tmp_path):
     assert list(read_failed(tmp_path)) == [(2, failed(2)), (3, failed(3))]
     FailedRollouts(tmp_path / "none", config=RecordConfig(steps=0)).add(failed(1), train_step=1)
     assert not (tmp_path / "none").exists() and not list(read_failed(tmp_path / "none"))
+
+
+def test_a_failed_rollout_with_text_that_utf8_cannot_hold_is_written(tmp_path):
+    said = r'<tool_call>{"name": "\udc00", "arguments": {"text": "smile \ud83d\ude00 \ud83d"}}</tool_call>'
+    turns = [{"text": said, "tool_calls": tool_calls_of(said), "reply": "a\x00b"}]
+    FailedRollouts(tmp_path, config=RecordConfig()).add(replace(failed(1), error="\ud83d", turns=turns), train_step=1)
+    ((_, found),) = read_failed(tmp_path)
+    assert found.error == "\ufffd" and found.turns == turns
+    assert turns[0]["tool_calls"] == [{"name": "\ufffd", "arguments": '{"text": "smile 😀 \ufffd"}', "error": None}]
 
 
 def test_a_damaged_line_of_a_failed_rollout_is_named_and_the_others_are_read(tmp_path):

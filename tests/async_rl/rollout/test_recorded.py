@@ -52,6 +52,22 @@ async def test_agents_and_their_rewards_come_back_after_a_restart(tmp_path):
     assert (found.trained, found.rewards) == ({"planner": [0], "policy": [2]}, {"planner": 1.0, "policy": 0.5})
 
 
+async def test_names_that_utf8_cannot_hold_are_stored_in_safe_text(tmp_path):
+    root, records, _ = recorded()
+    root.observe(tokens(2))
+    root.extend(segment(1))
+    await root.start_call("\udc00, add")
+    root.close(stop_reason=StopReason.STOP, reward=1.0, info={"reward/\ud83d": 1.0})
+    writer = await ContentWriter.open(tmp_path, name="a", run=RUN, fsync=False)
+    await writer.append(
+        [RolloutRecord(group=0, trajectory=0, handout=0, at=at, what=what, path=path) for at, what, path in records]
+    )
+    await writer.close()
+    (group,) = read(tmp_path, 0).groups.values()
+    assert head_of(group).trajectories[0].info == {"reward/\ufffd": 1.0}
+    assert records[2][1] == CallStarted("\ufffd, add")
+
+
 async def test_forks_are_recorded_and_their_tokens_counted_once():
     root, records, counted = recorded()
     root.observe(tokens(3))

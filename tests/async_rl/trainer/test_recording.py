@@ -1,5 +1,6 @@
 """Routing rows of recorded rollouts: as the engine gave them, within a bound, through the file."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -127,3 +128,19 @@ def test_recorded_routing_rows_stay_within_their_bytes(tmp_path, tokens, kept):
 def test_a_dense_model_has_no_routing_column(tmp_path):
     schema, _ = recorded(tmp_path, routing_bytes=1000, routing=None)
     assert "routed_experts" not in schema.names
+
+
+def test_sampled_text_that_utf8_cannot_hold_is_recorded(tmp_path, monkeypatch):
+    said = r'<tool_call>{"name": "\udc00", "arguments": {"\ud800": "\ud83d\ude00 \ud83d", "a": "\u0000"}}</tool_call>'
+    monkeypatch.setattr(Numbers, "decode", lambda *_, **__: said)
+    _, rows = recorded(tmp_path, routing_bytes=0)
+    [call] = rows[0]["turns"][0]["tool_calls"]
+    assert (call["name"], call["error"]) == ("\ufffd", None)
+    assert json.loads(call["arguments"]) == {"\ufffd": "😀 \ufffd", "a": "\x00"}
+
+
+def test_a_call_in_reasoning_that_the_prompt_opened_is_not_recorded(tmp_path, monkeypatch):
+    texts = iter(["ask <think>\n", "<tool_call>{}</tool_call>", "reply"] * 2)
+    monkeypatch.setattr(Numbers, "decode", lambda *_, **__: next(texts))
+    _, rows = recorded(tmp_path, routing_bytes=0)
+    assert [turn["tool_calls"] for turn in rows[0]["turns"]] == [[]]
