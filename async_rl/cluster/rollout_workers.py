@@ -156,7 +156,7 @@ class WorkerReplicaPool(ReplicaPool):
 
     def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
         """See ReplicaPool."""
-        if member.name not in self.lost:
+        if member.lost is None:
             self.report(LostReplica(name=member.name, reason=reason, notes=tuple(notes)))
         super().lose(member, reason=reason, notes=notes)
 

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from agent_loop.engine import Engine, ReplicaLostError
 from async_rl.files.logs import notes_of
@@ -44,12 +44,14 @@ class PoolReplica(Engine, Protocol):
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A replica of the pool."""
+    """A replica of the pool. A successor is another member, with another name."""
 
     replica: PoolReplica
-    """Client of the replica."""
+    """Client of the replica; never exchanged."""
     slot: int
     """Index among the initial replicas; a successor has the same one."""
+    lost: str | None = None
+    """Reason of its failure; None while it is live."""
     in_flight: int = 0
     """Requests of the router on this replica."""
     busy_seconds: float = 0.0
@@ -69,7 +71,7 @@ class ReplicaPool:
         on_lost: called once per failed replica, with a text for the user.
 
     Attributes:
-        changed: rings when a replica joins or fails.
+        changed: rings when a replica joins or fails, and when none is started in place of a failed one.
 
     Raises:
         ValueError: no replica, or two with the same name.
@@ -86,9 +88,8 @@ class ReplicaPool:
         self._awaited = 0
         self._to_restart: asyncio.Queue[Member] | None = None
         self.changed = Notifier()
-        self._live = self._members
         self._avoided: frozenset[str] = frozenset()
-        self._lost: dict[str, str] = {}
+        self._failed_starts: dict[str, str] = {}
         self._notes: list[str] = []
         self._on_lost = on_lost
 
@@ -105,12 +106,12 @@ class ReplicaPool:
             ReplicaLostError: none is left; names every replica with its reason.
         """
         self.require_any()
-        return self._live
+        return self.live_or_none
 
     @property
     def live_or_none(self) -> tuple[Member, ...]:
         """Live replicas, if any."""
-        return self._live
+        return tuple(member for member in self._members if member.lost is None)
 
     @property
     def members(self) -> tuple[Member, ...]:
@@ -127,9 +128,9 @@ class ReplicaPool:
         Raises:
             ReplicaLostError: none is left, and none is being started.
         """
-        while not self.live:
+        while not (live := self.live):
             await self.changed.wait()
-        return tuple(member for member in self._live if member.name not in self._avoided) or self._live
+        return tuple(member for member in live if member.name not in self._avoided) or live
 
     def supervise(self) -> None:
         """Declare that a supervisor takes each `next_lost` replica and answers with `join` or `give_up`."""
@@ -143,16 +144,25 @@ class ReplicaPool:
         return await self._to_restart.get()
 
     def put_back(self, member: Member) -> None:
-        """Return a failed replica that was not restarted yet; `next_lost` returns it again."""
+        """Return a failed replica that was not restarted yet; the next `next_lost` returns it."""
         assert self._to_restart is not None
         self._to_restart.put_nowait(member)
 
     def join(self, replica: PoolReplica, *, slot: int) -> None:
-        """Add a live replica that was started in place of a failed one."""
-        member = Member(replica, slot)
-        self._members, self._live = (*self._members, member), (*self._live, member)
+        """Add a live replica that was started in place of a failed one, as a new member.
+
+        Raises:
+            ValueError: a member had this name before.
+        """
+        if replica.name in {member.name for member in self._members}:
+            raise ValueError(f"a replica named {replica.name} was in the pool before; give its successor another name")
+        self._members = (*self._members, Member(replica, slot))
         self._awaited -= 1
         self.changed.notify_all()
+
+    def start_failed(self, name: str, *, reason: str) -> None:
+        """Note why a replica that was to be a successor did not join."""
+        self._failed_starts[name] = reason
 
     def give_up(self) -> None:
         """Note that a failed replica will not be restarted."""
@@ -162,16 +172,27 @@ class ReplicaPool:
     @property
     def lost(self) -> dict[str, str]:
         """Name -> reason of every failed replica."""
-        return dict(self._lost)
+        return {member.name: member.lost for member in self._members if member.lost is not None}
 
     def require_any(self) -> None:
         """Raise ReplicaLostError if none is live or being started; it names every replica with its reason."""
-        if not self._live and not self._awaited:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._lost.items())
-            error = ReplicaLostError(f"all {len(self._members)} replicas are lost ({reasons})")
+        if not self.live_or_none and not self._awaited:
+            causes = self.lost | self._failed_starts
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in causes.items())
+            error = ReplicaLostError(f"all {len(causes)} replicas are lost ({reasons})")
             for note in self._notes:
                 error.add_note(note)
             raise error
+
+    async def until_none(self) -> NoReturn:
+        """Wait until no replica is left and none is being started.
+
+        Raises:
+            ReplicaLostError: see `require_any`.
+        """
+        while True:
+            self.require_any()
+            await self.changed.wait()
 
     def lose(self, member: Member, *, reason: str, notes: Sequence[str] = ()) -> None:
         """Remove a replica permanently and end every call on it. Later reasons are ignored.
@@ -179,11 +200,10 @@ class ReplicaPool:
         Args:
             notes: notes of the causing error, such as the end of a log.
         """
-        if member.name in self._lost:
+        if member.lost is not None:
             return
-        self._lost[member.name] = reason
+        member.lost = reason
         self._notes += notes
-        self._live = tuple(other for other in self._live if other is not member)
         self.changed.notify_all()
         now = asyncio.get_running_loop().time()
         for call in member.calls:
@@ -193,7 +213,7 @@ class ReplicaPool:
             self._awaited += 1
             self._to_restart.put_nowait(member)
         if self._on_lost is not None:
-            text = f"replica {member.name} is lost, {len(self._live)} left: {reason}"
+            text = f"replica {member.name} is lost, {len(self.live_or_none)} left: {reason}"
             self._on_lost("\n".join([text, *notes]))
 
     @asynccontextmanager
@@ -235,21 +255,21 @@ class ReplicaPool:
         while True:
             await asyncio.sleep(every_s)
             async with asyncio.TaskGroup() as reads:
-                for member in self._live:
+                for member in self.live_or_none:
                     reads.create_task(self._read_busy(member, timeout_s=timeout_s))
 
     async def busy_seconds(self) -> float:
         """Seconds with requests in flight since the start, mean over all slots; failed replicas count as idle."""
         async with asyncio.TaskGroup() as reads:
-            for member in self._live:
+            for member in self.live_or_none:
                 reads.create_task(self._read_busy(member))
         return sum(member.busy_seconds for member in self._members) / self._num_slots
 
     # ---- inside
 
     def _require_live(self, member: Member) -> None:
-        if member.name in self._lost:
-            raise ReplicaLostError(self._lost[member.name])
+        if member.lost is not None:
+            raise ReplicaLostError(member.lost)
 
     async def _read_busy(self, member: Member, *, timeout_s: float | None = None) -> None:
         try:

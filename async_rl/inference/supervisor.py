@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agent_loop.engine import EngineError
@@ -84,7 +84,7 @@ class Supervisor:
         self._start = start
         self._limits = [RestartLimit(config) for _ in pool.live]
         """One per slot, so that the failure of one node uses up no restarts of replicas on others."""
-        self._cut_off: set[Member] = set()  # members whose counted restart was interrupted
+        self._cut_off: set[int] = set()  # slots whose counted restart was interrupted
         self._note = note
         self._num_names = len(pool.live)
         if config.max_restarts:
@@ -95,38 +95,43 @@ class Supervisor:
         return await self._pool.busy_seconds()
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
-        """Detect hanging replicas, and replace failed ones, forever."""
+        """Detect hanging replicas, and replace failed ones, as long as there is a live one or one that is started.
+
+        Raises:
+            ReplicaLostError: none is left; names every replica with its reason.
+        """
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._pool.until_none())
             tasks.create_task(self._pool.watch(every_s=every_s, timeout_s=timeout_s))
             while True:
                 tasks.create_task(self._restart(await self._pool.next_lost()))
 
     # ---- inside
 
-    async def _restart(self, member: Member) -> None:
+    async def _restart(self, lost: Member) -> None:
+        """Start replicas in place of a lost one until one joins the pool, or no further start is allowed."""
+        slot, limit, remains = lost.slot, self._limits[lost.slot], lost.replica
         try:
-            await self._replace(member)
+            while slot in self._cut_off or limit.allows_one_more():
+                self._cut_off.discard(slot)
+                name = f"{lost.name.rpartition('-')[0]}-{self._num_names}"
+                self._num_names += 1
+                try:
+                    remains = await self._start(remains, slot=slot, name=name)
+                    await self._publisher.bring_up(remains, slot=slot)
+                except EngineError as error:
+                    reason = f"did not start in place of {lost.name}: {with_notes(error)}"
+                    self._pool.start_failed(name, reason=reason)
+                    self._note(f"replica {name} {reason}")
+                else:
+                    self._note(f"replica {name} serves in place of {lost.name}")
+                    return
         except asyncio.CancelledError:
-            self._cut_off.add(member)
-            self._pool.put_back(member)  # for the next `watch`
+            self._cut_off.add(slot)
+            self._pool.put_back(replace(lost, replica=remains))  # for the next `watch`, to remove what was started
             raise
-
-    async def _replace(self, member: Member) -> None:
-        lost, limit = member.name, self._limits[member.slot]
-        while member in self._cut_off or limit.allows_one_more():
-            self._cut_off.discard(member)
-            name = f"{lost.rpartition('-')[0]}-{self._num_names}"
-            self._num_names += 1
-            try:
-                member.replica = await self._start(member.replica, slot=member.slot, name=name)
-                await self._publisher.bring_up(member.replica, slot=member.slot)
-            except EngineError as error:
-                self._note(f"replica {name} did not start in place of {lost}: {with_notes(error)}")
-            else:
-                self._note(f"replica {name} serves in place of {lost}")
-                return
         self._note(
-            f"replica {lost} is not restarted: {limit.max_restarts} restarts within "
+            f"replica {lost.name} is not restarted: {limit.max_restarts} restarts within "
             f"{limit.window_s:g} s (supervision.max_restarts)"
         )
         self._pool.give_up()
