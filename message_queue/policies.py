@@ -13,10 +13,9 @@ than its admission, so the bound on groups is a bound on tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from message_queue.staleness import StalenessConfig
-from message_queue.state import GroupState
 
 GroupCounts = Mapping[int, int]  # admitted update -> number of groups
 
@@ -36,6 +35,8 @@ class DropPolicy:
 
     oldest_first = False
     """Whether ready groups of the oldest weights are taken first, not those that were put first."""
+    newest_counts = False
+    """Whether a ready group expires with its newest token, not with its admission."""
 
     def __init__(self, config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> None:
         if batch_groups < 1:
@@ -106,10 +107,6 @@ class DropPolicy:
         """Tokens of weights with fewer optimizer updates take no gradient in the next batch."""
         return 0
 
-    def by_turn(self, ready: Iterable[GroupState]) -> list[GroupState]:
-        """Ready groups, given in the order of `put`, in the order in which they are taken."""
-        return sorted(ready, key=lambda g: (g.admitted_update, g.group)) if self.oldest_first else list(ready)
-
 
 class WaitPolicy(DropPolicy):
     """The trainer waits for old groups; nothing is given up.
@@ -175,6 +172,7 @@ class MaskPolicy(DropPolicy):
     """
 
     oldest_first = True  # masks fewest
+    newest_counts = True
 
     def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
         """As soon as all its tokens are too old for the next batch."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 from message_queue.contract import Admission, Batch, QueueClosed, QueueSnapshot
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
@@ -96,10 +97,8 @@ class TrajectoryQueue:
             await self._until(lambda: self._lets_in(head.admitted_update, newest), call="put")
             self._check_delivery(head)  # the group may have been dropped while this call waited
             expired = self._expiry(head.admitted_update, newest)
-            if expired is None:
-                written = self._commit(Ready(head=head))
-            else:
-                written = self._commit(self._expired_event(self._state.open[head.group], expired, head=head))
+            given_up = expired and self._expired_event(self._state.open[head.group], expired, head=head)
+            written = self._commit(given_up or Ready(head=head))
             self._changed.notify_all()
         await written
         return expired
@@ -121,9 +120,7 @@ class TrajectoryQueue:
             if entry is None:
                 self._state.require_known(group)
                 return False
-            requeue = False
-            if expired:
-                reason, requeue = self._end_of_expired(entry, reason)
+            reason, requeue = self._end_of_expired(entry, reason) if expired else (reason, False)
             event = Dropped(group=group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
             written = self._commit(event)
             self._changed.notify_all()
@@ -293,22 +290,28 @@ class TrajectoryQueue:
         return batch, self._record(taken, *dropped)
 
     def _next_batch(self) -> list[GroupHead]:
-        state = self._state
+        state, size = self._state, self._policy.batch_groups
         if state.replay:
-            entries = [state.ready[group] for group in state.replay[0]]
+            groups = state.replay[0]
+        elif self._policy.oldest_first:
+            groups = [group for _, group in state.by_admission[:size]]
         else:
-            entries = self._policy.by_turn(state.ready.values())[: self._policy.batch_groups]
-        return [entry.head for entry in entries if entry.head is not None]
+            groups = islice(state.ready, size)
+        return [head for group in groups if (head := state.ready[group].head) is not None]
 
     def _expired_ready(self) -> list[Dropped]:
-        """Ends of ready groups that can no longer be trained, except those that are trained again."""
-        replayed = {group for batch in self._state.replay for group in batch}
-        events: list[Dropped] = []
-        for group, entry in self._state.ready.items():
-            reason = self._expiry(entry.admitted_update, self._state.newest_update(entry.head))
-            if reason is not None and group not in replayed:
-                events.append(self._expired_event(entry, reason))
-        return events
+        """Ends of ready groups that can no longer be trained, in the order of `put`, without those to train again."""
+        state = self._state
+        replayed = {group for batch in state.replay for group in batch}
+        expired: list[tuple[GroupState, str]] = []
+        for _, group in state.by_newest if self._policy.newest_counts else state.by_admission:
+            entry = state.ready[group]
+            reason = self._expiry(entry.admitted_update, state.newest_update(entry.head))
+            if reason is None:
+                break  # the others are younger
+            if group not in replayed:
+                expired.append((entry, reason))
+        return [self._expired_event(entry, reason) for entry, reason in sorted(expired, key=lambda e: e[0].turn)]
 
     def _expired_event(self, entry: GroupState, reason: str, *, head: GroupHead | None = None) -> Dropped:
         reason, requeue = self._end_of_expired(entry, reason)

@@ -11,6 +11,7 @@ taken, next_update is 1, and the ledger counts 4 admitted and 4 open.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, assert_never
@@ -107,12 +108,12 @@ class QueueState:
 
     def __init__(self, stored: StoredState | None = None) -> None:
         stored = stored or StoredState()
-        self.open: dict[int, GroupState] = {}
-        self.ready: dict[int, GroupState] = {}
-        self.taken: dict[int, GroupState] = {}
-        self.trained: dict[int, GroupState] = {}
+        self._groups: dict[Life, dict[int, GroupState]] = {"open": {}, "ready": {}, "taken": {}, "trained": {}}
+        self.open, self.ready, self.taken, self.trained = self._groups.values()
         self.outstanding: Counter[int] = Counter()  # admitted update -> open and ready groups
         self.ready_updates: Counter[int] = Counter()  # admitted update -> ready groups
+        self.by_admission: list[tuple[int, int]] = []  # (admitted update, group) of ready groups, sorted
+        self.by_newest: list[tuple[int, int]] = []  # (`newest_update`, group) of those that have one, sorted
         self.next_group, self.next_update = stored.next_group, stored.next_update
         self.prompt_cursor = stored.prompt_cursor
         self.train_step, self.settled_step = stored.train_step, stored.settled_step
@@ -284,13 +285,8 @@ class QueueState:
             f"train_step is {event.train_step}; a checkpoint holds those up to {self.settled_step}",
         )
         for entry, tokens in zip(entries, event.tokens, strict=True):
-            self._move(
-                entry,
-                life="trained",
-                train_step=event.train_step,
-                trained_tokens=tokens,
-                replay_update=entry.taken_update,
-            )
+            trained = {"train_step": event.train_step, "trained_tokens": tokens, "replay_update": entry.taken_update}
+            self._move(entry, life="trained", **trained)
             self._counts.update(trained=1, trained_tokens=tokens, masked_tokens=entry.masked)
             self._records.append(_record(entry, outcome="trained", train_step=event.train_step))
         self.train_step = max(self.train_step, event.train_step)
@@ -358,8 +354,8 @@ class QueueState:
             QueueError: it was never admitted, is in another state, or has ended.
         """
         for life in lives:
-            if group in self._groups(life):
-                return self._groups(life)[group]
+            if group in self._groups[life]:
+                return self._groups[life][group]
         self.require_known(group)
         raise QueueError(f"group {group} is not {' or '.join(lives)}; nothing is changed")
 
@@ -382,19 +378,16 @@ class QueueState:
         self._next_turn += 1
         return self._next_turn - 1
 
-    def _groups(self, life: Life) -> dict[int, GroupState]:
-        return {"open": self.open, "ready": self.ready, "taken": self.taken, "trained": self.trained}[life]
-
     def _move(self, entry: GroupState, **changes: object) -> None:
         self._remove(entry)
         self._insert(msgspec.structs.replace(entry, **changes))
 
     def _insert(self, entry: GroupState) -> None:
-        self._groups(entry.life)[entry.group] = entry
+        self._groups[entry.life][entry.group] = entry
         self._tally(entry, 1)
 
     def _remove(self, entry: GroupState) -> None:
-        del self._groups(entry.life)[entry.group]
+        del self._groups[entry.life][entry.group]
         self._tally(entry, -1)
 
     def _tally(self, entry: GroupState, change: int) -> None:
@@ -403,6 +396,13 @@ class QueueState:
             counter[entry.admitted_update] += change
             if not counter[entry.admitted_update]:
                 del counter[entry.admitted_update]
+        if entry.life == "ready":
+            newest = self.newest_update(entry.head)
+            for order, update in ((self.by_admission, entry.admitted_update), (self.by_newest, newest)):
+                if update is not None and change > 0:
+                    insort(order, (update, entry.group))
+                elif update is not None:
+                    del order[bisect_left(order, (update, entry.group))]
 
 
 _COUNTED = (

@@ -149,11 +149,6 @@ class Trajectory:
         return 0 if self._rows is None else len(self._rows)
 
     @property
-    def num_unavailable_rows(self) -> int:
-        """Rows among those held that no engine could give."""
-        return 0 if self._rows is None else self._rows.num_unavailable
-
-    @property
     def num_missing_rows(self) -> int:
         """Forwarded positions of this path without a row; of a fork, from its last shared token on.
 

@@ -170,7 +170,7 @@ async def test_rows_behind_an_unavailable_one_are_not_forced():
 
     engine = scripted(LONG, interruptions=[Interruption(after=2)] * 2, faults=[None, lose_a_row], edge=False)
     trajectory, _, _ = await decoded(engine, budget=8, resume_routing="force")
-    assert trajectory.num_unavailable_rows == 2
+    assert trajectory._rows.num_unavailable == 2
     first, second, third = engine.requests
     assert first.forced_experts is None
     whole = second.forced_experts.end_position

@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from message_queue.contract import Batch
-from message_queue.policies import build_policy
+from message_queue.policies import DropPolicy, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
 from message_queue.staleness import StalenessConfig
@@ -95,10 +95,30 @@ class Drive:
 
     async def take(self):
         if self.batch is None and self.queue._batch_ready():
+            expected = self.by_turn()[: self.queue._policy.batch_groups]
             self.batch = await self.queue.take()
+            assert [head.group for head in self.batch.groups] == expected
+            assert not self.too_old()
             self.groups |= dict.fromkeys((g.group for g in self.batch.groups), "taken")
             ready = self.queue._state.ready
             self.groups |= {g: "dropped" for g in self.of("ready") if g not in ready}
+
+    def by_turn(self):
+        """Ready groups in the order of the policy."""
+        state, policy = self.queue._state, self.queue._policy
+        if state.replay:
+            return list(state.replay[0])
+        ready = list(state.ready.values())
+        if type(policy) is not DropPolicy:
+            ready.sort(key=lambda group: (group.admitted_update, group.group))
+        return [group.group for group in ready]
+
+    def too_old(self):
+        """Ready groups that no later batch may hold, without those that a restart trains another time."""
+        state, queue = self.queue._state, self.queue
+        again = {group for batch in state.replay for group in batch}
+        ages = {group: (each.admitted_update, state.newest_update(each.head)) for group, each in state.ready.items()}
+        return [group for group, age in ages.items() if queue._expiry(*age) is not None and group not in again]
 
     async def train(self):
         if self.batch is None:

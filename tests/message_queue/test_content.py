@@ -94,7 +94,6 @@ def same_trajectory(a: Trajectory, b: Trajectory):
         "stop_reason",
         "info",
         "num_rows",
-        "num_unavailable_rows",
         "routing",
         "closed",
     ):

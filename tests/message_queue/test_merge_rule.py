@@ -187,7 +187,7 @@ class Schedule(RuleBasedStateMachine):
         assert param_versions(self.trajectory).tolist() == list(versions)
         assert len(self.trajectory) == len(ids)
         assert self.trajectory.num_rows == len(self.model.rows)
-        assert self.trajectory.num_unavailable_rows == self.model.rows.count(None)
+        assert self.trajectory._rows.num_unavailable == self.model.rows.count(None)
 
     @invariant()
     def training_sequences_are_those_of_the_model(self):

@@ -4,11 +4,13 @@ import random
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.heads import head_of
+from message_queue.heads import GroupHead, head_of
+from message_queue.state import GroupState
 from message_queue.tokens import StopReason
 from tests.helpers.groups import group_for, head_for, segment, trajectory
 from tests.helpers.queue_runs import CALLS, Drive, make_queue
@@ -54,6 +56,47 @@ async def test_recycle_drops_a_prompt_after_max_requeues():
     assert snapshot.ledger.reasons == {"requeued": 2, "expired": 1}
     assert (snapshot.waiting, snapshot.requeues) == ((), {})
     assert "staleness.max_requeues" in (await queue.records_after(0))[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "taken"), [("drop", [2, 0]), ("wait", [0, 1]), ("recycle", [0, 1]), ("mask", [0, 1])]
+)
+async def test_drop_takes_groups_in_the_order_of_put_and_the_others_the_oldest(policy, taken):
+    queue = make_queue(s=1, b=2, policy=policy)
+    admissions = [await queue.admit(prompt) for prompt in range(3)]
+    for group in (2, 0, 1):
+        await queue.put(head_for(admissions[group]))
+    assert [head.group for head in (await queue.take()).groups] == taken
+
+
+@pytest.mark.parametrize(
+    ("policy", "expired"),
+    [("wait", 0), ("drop", 0), ("drop", 2), ("recycle", 0), ("recycle", 2), ("mask", 0), ("mask", 2)],
+)
+async def test_take_looks_at_the_groups_of_its_batch_and_at_those_that_expire(policy, expired, monkeypatch):
+    looked_at = set()
+
+    def watch(kind, name, group_of):
+        read = getattr(kind, name)
+        read = read.fget if isinstance(read, property) else read
+        watched = lambda self: looked_at.add(group_of(self)) or read(self)  # noqa: E731
+        monkeypatch.setattr(kind, name, property(watched) if read.__name__ == "admitted_update" else watched)
+
+    watch(GroupState, "admitted_update", lambda state: state.group)
+    watch(GroupHead, "tokens_per_version", lambda head: head.group)
+    counts = []
+    for ready in (20, 400):
+        queue = make_queue(s=ready, b=2, policy=policy)
+        queue._state.next_update = queue._state.versions[1] = ready if expired else 0
+        for prompt in range(ready):
+            if prompt == 2 + expired:
+                await queue.loaded(1)
+            await queue.put(head_for(await queue.admit(prompt)))
+        looked_at.clear()
+        await queue.take()
+        counts.append(len(looked_at))
+        assert len(queue._state.ready) == ready - 2 - expired
+    assert counts[0] == counts[1] <= 2 + expired + 1
 
 
 async def test_recycle_does_not_repeat_a_failed_rollout():

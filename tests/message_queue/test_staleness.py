@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from message_queue.contract import Admission
-from message_queue.policies import DropPolicy, WaitPolicy
+from message_queue.policies import WaitPolicy
 from message_queue.staleness import StalenessConfig
-from message_queue.state import GroupState
 
 counts = st.dictionaries(st.integers(0, 8), st.integers(0, 6), max_size=6)
 
@@ -64,12 +62,3 @@ def test_wait_with_staleness_zero_is_synchronous_training():
     assert not sync.admits({0: 2}, admitted_update=0, next_update=0)
     assert not sync.admits({}, admitted_update=0, next_update=1)  # taken, weights of update 1 not loaded
     assert sync.admits({}, admitted_update=1, next_update=1)
-
-
-def test_by_turn_is_oldest_first_under_wait_and_first_come_under_drop():
-    ready = [
-        GroupState(admission=Admission(group=g, prompt=0, admitted_version=a, admitted_update=a))
-        for g, a in ((5, 2), (3, 1), (4, 1))
-    ]
-    assert [g.group for g in wait().by_turn(ready)] == [3, 4, 5]
-    assert [g.group for g in DropPolicy(StalenessConfig(), batch_groups=2).by_turn(ready)] == [5, 3, 4]
