@@ -174,12 +174,16 @@ class ReplicaPool:
         """Name -> reason of every failed replica."""
         return {member.name: member.lost for member in self._members if member.lost is not None}
 
+    @property
+    def causes(self) -> dict[str, str]:
+        """`lost`, and the reason of each replica that did not start in place of a failed one."""
+        return self.lost | self._failed_starts
+
     def require_any(self) -> None:
         """Raise ReplicaLostError if none is live or being started; it names every replica with its reason."""
         if not self.live_or_none and not self._awaited:
-            causes = self.lost | self._failed_starts
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in causes.items())
-            error = ReplicaLostError(f"all {len(causes)} replicas are lost ({reasons})")
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.causes.items())
+            error = ReplicaLostError(f"all {len(self.causes)} replicas are lost ({reasons})")
             for note in self._notes:
                 error.add_note(note)
             raise error

@@ -18,14 +18,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_loop.conversation import ChatAnswer, ChatRequest, TokenRequest
+from agent_loop.engine import GenerateRequest
 from agent_loop.loop import AgentLoop, Message, Prompt
 from agent_loop.program import ModelAccess
 from async_rl.endpoint.config import EndpointConfig
 from async_rl.endpoint.errors import EndpointError, NoRolloutWaiting, RequestError
 from async_rl.endpoint.sessions import OpenedSession, SessionHandle, SessionHost
+from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.router import ReplicaRouter
 from async_rl.simulator.processes import Process, current_process
 from async_rl.simulator.trajectory_checks import AgentCall
 from async_rl.simulator.violations import require
+from message_queue.tokens import TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
 
 if TYPE_CHECKING:
@@ -277,9 +281,24 @@ class WatchedLoop:
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         session_name.set(session)
+        self._world.oracle.loop_starts(session)
         if self._world.scenario.agent is not None and not trajectory.turns:
             self._world.oracle.rollout_starts(session)
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
+
+
+class WatchedRouter(ReplicaRouter):
+    """The engine of a worker, which may not forget what it received."""
+
+    def __init__(self, world: World, pool: ReplicaPool) -> None:
+        super().__init__(pool)
+        self._world = world
+
+    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
+        self._world.judge(self._world.oracle.asks, request)
+        answer = await super().generate(request)
+        self._world.oracle.received(request, answer)
+        return answer
 
 
 async def program(world: World, prompt: Prompt, access: ModelAccess) -> float | None:

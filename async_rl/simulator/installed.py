@@ -17,7 +17,7 @@ from async_rl.controller import recovery as controller_recovery
 from async_rl.endpoint import host as endpoint_host
 from async_rl.rollout import dispatcher, worker
 from async_rl.simulator import model
-from async_rl.simulator.agents import Endpoint, WatchedLoop
+from async_rl.simulator.agents import Endpoint, WatchedLoop, WatchedRouter
 from async_rl.simulator.disk import connect, pwritev
 from message_queue import content, sqlite_file
 
@@ -39,6 +39,7 @@ def installed(world: World) -> Generator[None]:
         (worker, "ContentWriter", SimpleNamespace(open=world.open_writer)),
         (rollout_workers, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _path: model.SimulatedTokenizer())),
         (rollout_workers, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING, family="simulated")),
+        (rollout_workers, "ReplicaRouter", partial(WatchedRouter, world)),
         (rollout_workers, "turn_reader", lambda _tokenizer, family: model.read_turn),
         (rollout_workers, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
         (endpoint_host, "serve", partial(Endpoint, world)),

@@ -7,9 +7,11 @@ out (`groups.py`).
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import Counter
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from agent_loop.engine import GenerateRequest
 from async_rl.controller.checkpoints import RunState
@@ -26,7 +28,7 @@ from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.events import Admitted, Event, Loaded, Published
 from message_queue.heads import GroupHead
 from message_queue.recovery import Restored
-from message_queue.tokens import WeightVersion
+from message_queue.tokens import TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
@@ -35,6 +37,30 @@ if TYPE_CHECKING:
 def _root(session: str) -> str:
     """Session of the root path."""
     return session.partition("-p")[0]
+
+
+class _Rewarded(NamedTuple):
+    """A trained rollout."""
+
+    group: int
+    """Number of its group in the batch."""
+    reward: float
+    """Its reward."""
+    sampled: int
+    """Number of its sampled tokens."""
+
+
+def _advantages(rollouts: Sequence[_Rewarded], name: str) -> list[float]:
+    """Advantage of each rollout: relative to its group (grpo), or to the batch (reinforce_plus_plus)."""
+    made: list[float] = []
+    for own in rollouts:
+        relative = [one for one in rollouts if name != "grpo" or one.group == own.group]
+        rewards = [one.reward for one in relative for _ in range(1 if name == "grpo" else one.sampled)]
+        if len(rewards) < 2 or len(set(rewards)) == 1:
+            made.append(0.0)
+        else:
+            made.append((own.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6))
+    return made
 
 
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
@@ -176,6 +202,29 @@ class Oracle:
         """An engine answered."""
         self.session(answer.request.session).answers.append(answer)
 
+    def loop_starts(self, session: str) -> None:
+        """A worker starts a rollout, or continues it with what was stored."""
+        for name, rollout in self._rollouts.items():
+            if _root(name) == session:
+                rollout.received = []
+
+    def asks(self, request: GenerateRequest) -> None:
+        """A worker sends a request: with all that it received."""
+        received = self.session(request.session).received
+        kept = request.token_ids[: len(received)].tolist() == received
+        require("kept", kept, "{} is asked for without a part of {}", request.request_id, received)
+
+    def received(self, request: GenerateRequest, answer: Sequence[TokenOutput]) -> None:
+        """A worker received an answer; it may refuse one that is not good."""
+        count, rollout = sum(map(len, answer)), self.session(request.session)
+        whole = (
+            sum(map(len, sent.segments)) == count
+            for sent in rollout.answers
+            if sent.request.request_id == request.request_id
+        )
+        if any(whole):
+            rollout.received = [*request.token_ids.tolist(), *(i for part in answer for i in part.token_ids.tolist())]
+
     def tool_called(self, session: str) -> None:
         """A tool started."""
         self.session(session).tool_calls += 1
@@ -234,7 +283,7 @@ class Oracle:
             self._check_group(group)
         tokens = sum(len(batch.loss_tokens(sequence).positions) for sequence in range(len(batch)))
         self.groups.trained(tuple(g.group for g in groups), train_step=last, tokens=tokens)
-        split, number = self._check_split(batch), 0
+        split, rollouts = self._check_split(batch), list[_Rewarded]()
         judges = [
             TrajectoryJudge(
                 self._config,
@@ -246,7 +295,7 @@ class Oracle:
             )
             for mini_batch in range(per_batch)
         ]
-        for group, content in zip(groups, batch.contents, strict=True):
+        for place, (group, content) in enumerate(zip(groups, batch.contents, strict=True)):
             prompt = model.prompt_ids(group.prompt)
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.failed:
@@ -254,15 +303,20 @@ class Oracle:
                 session = session_name(group.group, i)
                 reward, given = trajectory.reward, self.session(session).reward
                 require("reward", reward == given, "{} has the reward {}, and was given {}", session, reward, given)
-                judges[split.get(group.group, 0)].check(
+                sampled = judges[split.get(group.group, 0)].check(
                     content[i],
-                    number,
+                    len(rollouts),
                     prompt=prompt,
                     rollout_of=lambda path, root=session: self.session(f"{root}-p{path}" if path else root),
                 )
-                number += 1
-        extra = [n for n in batch.trajectory.tolist() if n >= number]
-        require("exactly once", not extra, "{} trajectories, too many rows", number)
+                rollouts.append(_Rewarded(place, reward, sampled))
+        extra = [n for n in batch.trajectory.tolist() if n >= len(rollouts)]
+        require("exactly once", not extra, "{} trajectories, too many rows", len(rollouts))
+        expected = _advantages(rollouts, self._config.advantage.name)
+        for number, advantage in zip(batch.trajectory.tolist(), batch.advantages.tolist(), strict=True):
+            close = math.isclose(advantage, expected[number], rel_tol=1e-3, abs_tol=1e-4)
+            text = "rollout {} of {} has the advantage {}, not {}"
+            require("advantage", close, text, number, rollouts, advantage, expected[number])
 
     def _check_split(self, batch: TrainingBatch) -> dict[int, int]:
         """The mini-batch of each group: whole groups, as many in each."""

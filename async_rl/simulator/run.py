@@ -149,10 +149,13 @@ class Run:
     async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(START_S)
-        kind, _ = self._world.fault("start")
-        if kind:
+        kind, seconds = self._world.fault("start")
+        if kind == "replica does not start":
             raise EngineError(f"{name}: start failed: no room for the weights")
-        return self._replica(slot, name)
+        successor = self._replica(slot, name)
+        if kind == "successor dies":
+            asyncio.get_running_loop().call_later(seconds, self.processes[name].die, "killed")
+        return successor
 
     async def remove_worker(self, lost: Worker) -> None:
         self.processes[lost.name].die("killed by the driver")

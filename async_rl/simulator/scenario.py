@@ -124,6 +124,7 @@ KINDS: dict[str, Kind] = {
     "trainer dies": Kind(points=("train", "export", "save", "saved"), first=(0, 6), costs="part", weight=2),
     "trainer fails": Kind(points=("train", "export", "save", "saved"), first=(0, 6), costs="run", weight=2),
     "replica does not start": Kind(points=("start",), first=(0, 1), weight=0.5),
+    "successor dies": Kind(points=("start",), first=(0, 4), amount=(0.0, 6.0), costs="replica"),
     "driver dies": Kind(
         points=("turn/driver", "turn/driver", *WRITES[1:], "disk/content/commit"),
         first=(0, 200),
@@ -155,7 +156,7 @@ KINDS: dict[str, Kind] = {
     "agent never ends": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
 }
 OF_AGENTS = [name for name, kind in KINDS.items() if kind.of_agents]
-OF_ALL = [name for name in KINDS if name not in OF_AGENTS]
+OF_ALL = [name for name in KINDS if name not in (*OF_AGENTS, "successor dies")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,14 +194,14 @@ class Scenario:
 
         Args:
             fired: faults since it was started.
-            lost: replicas.
+            lost: replicas, with those that did not start.
             disk_was_broken: when it was started.
         """
         max_restarts = self.config.supervision.max_restarts
         costs = Counter(KINDS[fault.kind].costs for fault in fired)
         return bool(
             costs["run"]
-            or (lost >= len(self.token_s) and costs["replica"])
+            or lost >= len(self.token_s) * (max_restarts + 1)
             or costs["part"] > max_restarts
             or costs["worker"] >= self.config.rollout.workers * (max_restarts + 1)
             or ("journal" in error and (disk_was_broken or costs["disk"]))
@@ -311,7 +312,8 @@ def _draw_agent(seed: int, *, most_steps: int) -> tuple[Agent | None, dict[str, 
 def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int, agents: bool) -> tuple[Fault, ...]:
     """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
 
-    Two for one seed in sixteen in which a step is missing after its weights were published. At most one of agents.
+    Two for one seed in sixteen in which a step is missing after its weights were published. Up to three of successors
+    if a replica may be lost. At most one of agents.
     """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else OF_ALL
@@ -325,6 +327,11 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int,
         call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
         drawn.append(Fault(len(drawn), call, aimed.randrange(3), "queue dies", 0.0))
         drawn.append(Fault(len(drawn), "disk/open", 1, "bits flip", 0.0))
+    successors = random.Random(f"successors {seed}")
+    if any(KINDS[fault.kind].costs == "replica" for fault in drawn) and successors.random() < 1 / 2:
+        for _ in range(successors.randint(1, 3)):
+            number = len(drawn)
+            drawn.append(_draw_fault(successors, number, "successor dies", replicas=replicas, workers=workers))
     of_agents = random.Random(f"faults of agents {seed}")
     if agents and of_agents.random() < 0.5:
         name = of_agents.choice(OF_AGENTS)

@@ -52,6 +52,8 @@ class Rollout:
     """Of its requests to engines."""
     answers: list[Answered] = field(default_factory=list[Answered])
     """Of engines to its requests."""
+    received: list[int] = field(default_factory=list[int])
+    """Prompt and answers that its worker received, since the rollout started or was continued."""
     tool_calls: int = 0
     """Tools that were started."""
     kept: int = 0
@@ -166,8 +168,8 @@ class TrajectoryJudge:
         *,
         prompt: Int32Array,
         rollout_of: Callable[[int], Rollout],
-    ) -> None:
-        """Judge one trajectory and its rows in the batch.
+    ) -> int:
+        """Judge one trajectory and its rows in the batch; returns its number of sampled tokens.
 
         Args:
             sequences: of the trajectory; each sampled token is in the loss of one.
@@ -200,6 +202,7 @@ class TrajectoryJudge:
             sampled = [own and not self._masked(v) for own, v in zip(path.is_own, path.versions, strict=True)]
             text = "{}: the loss covers {}, not {}"
             require("provenance", path.covered == sampled, text, path.session, path.covered, sampled)
+        return sum(sum(path.is_own) for path in paths.values())
 
     def _masked(self, version: int) -> bool:
         """Whether tokens of a version take no gradient."""
@@ -233,6 +236,8 @@ class TrajectoryJudge:
         for turn in path.turns:
             tokens = path.tokens[: turn[-1] + 1]
             require("provenance", tokens in sent, "{}: no engine had {}", path.session, tokens)
+        received = path.rollout.received
+        require("kept", path.tokens[: len(received)] == received, "{} lost a part of {}", path.session, received)
 
     def _check_shared(self, path: _Path, paths: Collection[_Path]) -> None:
         """Tokens that another path sampled are in its loss."""

@@ -258,7 +258,7 @@ class World:
             records = [json.loads(line) for line in (self.directory / "ledger.jsonl").read_text().splitlines()]
             self.judge(self.oracle.groups.check_records, records)
         elif error is not None and error != "killed":
-            lost = 0 if self.run is None else len(self.run.pool.lost)
+            lost = 0 if self.run is None else len(self.run.pool.causes)
             held = self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken)
             self.judge(require, "failure", held, "the run failed, and nothing was broken that may end it: {}", error)
             await self._operate(error)

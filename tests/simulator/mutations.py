@@ -20,10 +20,23 @@ from message_queue.routing_rows import TrajectoryRows
 from message_queue.sampling_support import SamplingSupport
 from message_queue.state import QueueState
 from message_queue.trajectory import Trajectory
-from tests.simulator import restart_mutations, session_mutations, staleness_mutations, worker_mutations
+from tests.simulator import (
+    answer_mutations,
+    restart_mutations,
+    session_mutations,
+    staleness_mutations,
+    worker_mutations,
+)
 from tests.simulator.defects import MUTATIONS, defect
 
-__all__ = ["MUTATIONS", "restart_mutations", "session_mutations", "staleness_mutations", "worker_mutations"]
+__all__ = [
+    "MUTATIONS",
+    "answer_mutations",
+    "restart_mutations",
+    "session_mutations",
+    "staleness_mutations",
+    "worker_mutations",
+]
 
 
 @defect("staleness", of=build_policy)
