@@ -201,7 +201,7 @@ class Scenario:
         costs = Counter(KINDS[fault.kind].costs for fault in fired)
         return bool(
             costs["run"]
-            or lost >= len(self.token_s) * (max_restarts + 1)
+            or (lost >= len(self.token_s) * (max_restarts + 1) and "replicas are lost" in error)
             or costs["part"] > max_restarts
             or costs["worker"] >= self.config.rollout.workers * (max_restarts + 1)
             or ("journal" in error and (disk_was_broken or costs["disk"]))

@@ -6,6 +6,7 @@ import itertools
 
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.inference.supervisor import Supervisor
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.simulator.run import Run, WatchedDispatcher
 from message_queue import content_reader
@@ -68,6 +69,21 @@ class HandoutsStartAgainAtARestart(WatchedDispatcher):
 class HungWorkerIsWaitedFor(WorkerClient):
     async def events(self):
         return await self._answer("events", self._actor.events.remote())
+
+
+@defect("versions", "failure", "progress", kinds=("successor dies",))
+class DeadSuccessorStaysInThePool(Supervisor):
+    def __init__(self, pool, publisher, **options):
+        super().__init__(pool, publisher, **options)
+        first, lose = pool.members, pool.lose
+        pool.lose = lambda member, **why: lose(member, **why) if member in first else None
+
+
+@defect("failure", "progress", kinds=("engine dies", "process dies", "process hangs"))
+class RunWithoutAReplicaGoesOn(Supervisor):
+    def __init__(self, pool, publisher, **options):
+        super().__init__(pool, publisher, **options)
+        pool.until_none = asyncio.Event().wait
 
 
 @defect("exactly once", kinds=DIES)
