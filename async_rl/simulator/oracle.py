@@ -222,7 +222,7 @@ class Oracle:
             for sent in rollout.answers
             if sent.request.request_id == request.request_id
         )
-        if any(whole):
+        if count and any(whole):  # of a call that is given up before its first token, the prompt may go
             rollout.received = [*request.token_ids.tolist(), *(i for part in answer for i in part.token_ids.tolist())]
 
     def tool_called(self, session: str) -> None:
