@@ -24,6 +24,7 @@ from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaClient, TrainerClient, TrainerLostError
 from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.remains import no_remains
 from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
@@ -54,6 +55,8 @@ async def place_run(
     """
     status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
     start_ray(config.cluster)
+    if config.cluster.address is None:
+        stack.enter_context(no_remains())
     stack.callback(ray.shutdown)
     placement = Placement(
         config.cluster,
