@@ -29,7 +29,7 @@ class _Process(NamedTuple):
     """Name of the program."""
     parent: int
     """Process id of its parent."""
-    started: str
+    started: int
     """Time of its start; process ids are used several times."""
 
 
@@ -39,11 +39,13 @@ def no_remains() -> Generator[None]:
 
     The cluster is shut down inside. Only Linux has `/proc`; on other systems nothing is done.
     """
-    raylets = [pid for pid, found in _running().items() if found.parent == os.getpid() and found.name == "raylet"]
-    command = [sys.executable, "-m", __name__, *map(str, raylets[-1:])]
+    running = _running()
+    raylets = [pid for pid, found in running.items() if found.parent == os.getpid() and found.name == "raylet"]
     if not raylets:
         yield
         return
+    newest = max(raylets, key=lambda pid: running[pid].started)
+    command = [sys.executable, "-m", __name__, str(newest)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # its end closes the pipe and waits
         yield
 
@@ -73,7 +75,7 @@ def _running() -> dict[int, _Process]:
             name, _, fields = rest.rpartition(") ")
             state, parent, *others = fields.split()
             if state not in "ZX":
-                found[int(number)] = _Process(name, int(parent), others[17])
+                found[int(number)] = _Process(name, int(parent), int(others[17]))
     return found
 
 

@@ -83,7 +83,7 @@ def test_process_below_a_raylet_that_is_dead_is_ended(ends, monkeypatch):
     looked, wait = threading.Event(), select.select
     monkeypatch.setattr(remains, "select", SimpleNamespace(select=lambda *of: looked.set() or wait(*of)))
     (raylet, child), (stranger, _) = started(PARENT), started("import sys; print(); sys.stdin.read()")
-    with open(reading) as stdin, open(writing, "wb") as driver, raylet, stranger:
+    with os.fdopen(reading) as stdin, os.fdopen(writing, "wb") as driver, raylet, stranger:
         monkeypatch.setattr(remains, "sys", SimpleNamespace(stdin=stdin))
         watcher = threading.Thread(target=remains.main, args=(raylet.pid,))
         watcher.start()
