@@ -160,9 +160,10 @@ class ReplicaPool:
         self._awaited -= 1
         self.changed.notify_all()
 
-    def start_failed(self, name: str, *, reason: str) -> None:
-        """Note why a replica that was to be a successor did not join."""
+    def start_failed(self, name: str, *, reason: str, notes: Sequence[str] = ()) -> None:
+        """Note why a replica that was to be a successor did not join; notes as for `lose`."""
         self._failed_starts[name] = reason
+        self._notes += notes
 
     def give_up(self) -> None:
         """Note that a failed replica will not be restarted."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agent_loop.engine import EngineError
-from async_rl.files.logs import with_notes
+from async_rl.files.logs import notes_of, with_notes
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publisher import Publisher
 
@@ -120,9 +120,8 @@ class Supervisor:
                     remains = await self._start(remains, slot=slot, name=name)
                     await self._publisher.bring_up(remains, slot=slot)
                 except EngineError as error:
-                    reason = f"did not start in place of {lost.name}: {with_notes(error)}"
-                    self._pool.start_failed(name, reason=reason)
-                    self._note(f"replica {name} {reason}")
+                    self._pool.start_failed(name, reason=f"did not start: {error}", notes=notes_of(error))
+                    self._note(f"replica {name} did not start in place of {lost.name}: {with_notes(error)}")
                 else:
                     self._note(f"replica {name} serves in place of {lost.name}")
                     return

@@ -26,7 +26,7 @@ from tests.helpers.fakes.rollouts import RolloutsHere
 MODES = {"at_once": {}, "rolling": {"max_paused": 1}, "staged": {"staged": True}}
 CALLS = ("fetch", "stage", "pause", "abort", "load", "checksum", "resume", "stats")
 STATS = ReplicaStats(busy_seconds=0.0, in_flight=0, tokens_sampled=0)
-SETTLED_S = 1000.0
+SETTLED_S = 60.0
 
 
 class Mortal:
@@ -88,7 +88,7 @@ class Supervised:
             assert int(found[1]) == self.joined - lost, self.notes
 
     def watch(self):
-        return asyncio.create_task(self.supervisor.watch(every_s=1, timeout_s=5))
+        return asyncio.create_task(self.supervisor.watch(every_s=2, timeout_s=5))
 
     @property
     def live(self):
@@ -124,7 +124,7 @@ def test_successor_that_dies_is_taken_out_when_a_worker_reports_it():
         watch = run.watch()
         for name in ("replica-0", "replica-2"):
             rollouts._lose_replica(LostReplica(name=name, reason="it died", notes=()))
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(1000)
         watch.cancel()
         assert run.live == ["replica-1", "replica-3"]  # the restart of replica-0 left the window
         assert run.removed == ["replica-0", "replica-2"]
@@ -147,8 +147,9 @@ def test_watch_ends_with_all_causes_when_no_replica_is_left(max_restarts):
         run = Supervised([Mortal("a-0", dies_at="stats")], successors=deaths, max_restarts=max_restarts)
         await run.publisher.publish(update_of(1))
         (line,) = await ended(run.watch())
-        expected = ["a-0: a-0 died in stats", "a-1 has no room", "a-2: a-2 died in stats", "a-3 died in load"]
-        assert [text for text in expected if text in line] == expected[: max_restarts + 1]
+        expected = ["a-0: a-0 died in stats", "a-1: did not start: a-1 has no room", "a-2: a-2 died in stats"]
+        expected.append("a-3: did not start: a-3 died in load")
+        assert [text for text in expected if text in line] == expected[: max_restarts + 1], line
         assert f"all {max_restarts + 1} replicas are lost" in line
 
     run_in_virtual_time(die())
