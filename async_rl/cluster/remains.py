@@ -1,8 +1,7 @@
-"""Ends the processes that a raylet leaves behind: `python -m async_rl.cluster.remains PID`, next to the driver.
+"""Ends the processes that a Ray cluster leaves behind: `python -m async_rl.cluster.remains PID`, next to the driver.
 
-A raylet ends its workers and its two agents when it shuts down. If the GCS is dead, the raylet ends too, but its agents
-report that to the GCS first, and stay for a minute or longer. Ray kills the driver in this case, so that the driver can
-end nothing. The same holds if driver and GCS are killed.
+If the GCS is dead, Ray ends driver and raylet, but the raylet's two agents first report that to the GCS, and stay for a
+minute or longer. The same holds if driver and GCS are killed.
 """
 
 from __future__ import annotations
@@ -16,79 +15,50 @@ import sys
 import time
 from collections.abc import Generator
 from pathlib import Path
-from typing import NamedTuple
 
 EVERY_S = 2.0  # between two looks at the processes below the raylet
 GRACE_S = 5.0  # in which they end by themselves
 
 
-class _Process(NamedTuple):
-    """A line of `/proc/PID/stat`."""
-
-    name: str
-    """Name of the program."""
-    parent: int
-    """Process id of its parent."""
-    started: int
-    """Time of its start; process ids are used several times."""
-
-
 @contextlib.contextmanager
 def no_remains() -> Generator[None]:
-    """Context of a Ray cluster that this process started; after it, or after this process, none of its processes runs.
+    """Context of a Ray cluster that this process started: after it, or after this process, nothing of Ray runs.
 
     The cluster is shut down inside. Only Linux has `/proc`; on other systems nothing is done.
     """
-    running = _running()
-    raylets = [pid for pid, found in running.items() if found.parent == os.getpid() and found.name == "raylet"]
-    if not raylets:
-        yield
-        return
-    newest = max(raylets, key=lambda pid: running[pid].started)
-    command = [sys.executable, "-m", __name__, str(newest)]
+    command = [sys.executable, "-m", __name__, str(os.getpid())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # its end closes the pipe and waits
         yield
 
 
-def main(raylet: int) -> None:
-    """Wait for the end of the raylet or of the process that holds stdin open, and then for all below the raylet."""
-    below: dict[int, _Process] = {}
-    while raylet in (running := _running()):
-        below = {pid: running[pid] for pid in _below(raylet, running)}
-        if select.select([sys.stdin], [], [], EVERY_S)[0]:
-            break
+def main(driver: int) -> None:
+    """Wait until stdin is closed, hence the driver has ended, and then for all processes at and below its raylets."""
+    below, ended = dict[int, int](), False
+    while not ended:
+        running = _running()
+        found = {pid for pid, (_, parent, name) in running.items() if parent == driver and name == "raylet"}
+        while more := {pid for pid, (_, parent, _) in running.items() if parent in found} - found:
+            found |= more
+        below = {pid: running[pid][0] for pid in found} or below
+        ended = bool(select.select([sys.stdin], [], [], EVERY_S)[0])
     deadline = time.monotonic() + GRACE_S
-    while left := [pid for pid, found in _running().items() if _same(below.get(pid), found)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    while left := [pid for pid, (started, *_) in _running().items() if below.get(pid) == started]:
+        for pid in left if time.monotonic() > deadline else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.1)
 
 
-def _running() -> dict[int, _Process]:
-    """All processes by id, without those that are dead and not waited for."""
-    found: dict[int, _Process] = {}
+def _running() -> dict[int, tuple[int, int, str]]:
+    """Process id -> (time of its start, id of its parent, name), without those that are dead and not waited for."""
+    found: dict[int, tuple[int, int, str]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            number, _, rest = path.read_text(errors="replace").partition(" (")
-            name, _, fields = rest.rpartition(") ")
+            head, _, fields = path.read_text(errors="replace").rpartition(") ")
             state, parent, *others = fields.split()
             if state not in "ZX":
-                found[int(number)] = _Process(name, int(parent), int(others[17]))
+                found[int(path.parent.name)] = int(others[17]), int(parent), head.partition(" (")[2]
     return found
-
-
-def _below(root: int, running: dict[int, _Process]) -> set[int]:
-    """A process and all its descendants."""
-    found = {root}
-    while more := {pid for pid, process in running.items() if process.parent in found} - found:
-        found |= more
-    return found
-
-
-def _same(before: _Process | None, now: _Process) -> bool:
-    return before is not None and before.started == now.started
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from agent_loop.engine import GenerateRequest
 from async_rl.controller.checkpoints import RunState
@@ -39,28 +39,17 @@ def _root(session: str) -> str:
     return session.partition("-p")[0]
 
 
-class _Rewarded(NamedTuple):
-    """A trained rollout."""
-
-    group: int
-    """Number of its group in the batch."""
-    reward: float
-    """Its reward."""
-    sampled: int
-    """Number of its sampled tokens."""
+_Rewarded = tuple[int, float, int]  # a trained rollout: its group in the batch, its reward, its sampled tokens
 
 
-def _advantages(rollouts: Sequence[_Rewarded], name: str) -> list[float]:
-    """Advantage of each rollout: relative to its group (grpo), or to the batch (reinforce_plus_plus)."""
-    made: list[float] = []
-    for own in rollouts:
-        relative = [one for one in rollouts if name != "grpo" or one.group == own.group]
-        rewards = [one.reward for one in relative for _ in range(1 if name == "grpo" else one.sampled)]
-        if len(rewards) < 2 or len(set(rewards)) == 1:
-            made.append(0.0)
-        else:
-            made.append((own.reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6))
-    return made
+def _advantage(group: int, reward: float, rollouts: Sequence[_Rewarded], name: str) -> float:
+    """Advantage of a rollout: relative to its group (grpo), or to the tokens of the batch (reinforce_plus_plus)."""
+    if name == "grpo":
+        rewards = [other for number, other, _ in rollouts if number == group]
+    else:
+        rewards = [other for _, other, sampled in rollouts for _ in range(sampled)]
+    spread = len(set(rewards)) > 1
+    return (reward - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6) if spread else 0.0
 
 
 _FINISHED = 1 << 30  # tokens: nothing is generated any more
@@ -216,14 +205,13 @@ class Oracle:
 
     def received(self, request: GenerateRequest, answer: Sequence[TokenOutput]) -> None:
         """A worker received an answer; it may refuse one that is not good."""
-        count, rollout = sum(map(len, answer)), self.session(request.session)
-        whole = (
-            sum(map(len, sent.segments)) == count
-            for sent in rollout.answers
-            if sent.request.request_id == request.request_id
+        sampled, rollout = (
+            [token for part in answer for token in part.token_ids.tolist()],
+            self.session(request.session),
         )
-        if count and any(whole):  # of a call that is given up before its first token, the prompt may go
-            rollout.received = [*request.token_ids.tolist(), *(i for part in answer for i in part.token_ids.tolist())]
+        sent = [one for one in rollout.answers if one.request.request_id == request.request_id]
+        if sampled and any(sum(map(len, one.segments)) == len(sampled) for one in sent):
+            rollout.received = [*request.token_ids.tolist(), *sampled]
 
     def tool_called(self, session: str) -> None:
         """A tool started."""
@@ -309,14 +297,13 @@ class Oracle:
                     prompt=prompt,
                     rollout_of=lambda path, root=session: self.session(f"{root}-p{path}" if path else root),
                 )
-                rollouts.append(_Rewarded(place, reward, sampled))
+                rollouts.append((place, reward, sampled))
         extra = [n for n in batch.trajectory.tolist() if n >= len(rollouts)]
         require("exactly once", not extra, "{} trajectories, too many rows", len(rollouts))
-        expected = _advantages(rollouts, self._config.advantage.name)
         for number, advantage in zip(batch.trajectory.tolist(), batch.advantages.tolist(), strict=True):
-            close = math.isclose(advantage, expected[number], rel_tol=1e-3, abs_tol=1e-4)
-            text = "rollout {} of {} has the advantage {}, not {}"
-            require("advantage", close, text, number, rollouts, advantage, expected[number])
+            expected = _advantage(*rollouts[number][:2], rollouts, self._config.advantage.name)
+            close = math.isclose(advantage, expected, rel_tol=1e-3, abs_tol=1e-4)
+            require("advantage", close, "{} of {} has advantage {}, not {}", number, rollouts, advantage, expected)
 
     def _check_split(self, batch: TrainingBatch) -> dict[int, int]:
         """The mini-batch of each group: whole groups, as many in each."""

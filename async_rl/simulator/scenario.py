@@ -312,8 +312,8 @@ def _draw_agent(seed: int, *, most_steps: int) -> tuple[Agent | None, dict[str, 
 def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int, agents: bool) -> tuple[Fault, ...]:
     """None for one seed in nine, else up to eight; for one in ten, one restart after the other.
 
-    Two for one seed in sixteen in which a step is missing after its weights were published. Up to three of successors
-    if a replica may be lost. At most one of agents.
+    Two for one seed in sixteen in which a step is missing after its weights were published. At most one of agents, and
+    three of successors.
     """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else OF_ALL
@@ -330,8 +330,7 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int,
     successors = random.Random(f"successors {seed}")
     if any(KINDS[fault.kind].costs == "replica" for fault in drawn) and successors.random() < 1 / 2:
         for _ in range(successors.randint(1, 3)):
-            number = len(drawn)
-            drawn.append(_draw_fault(successors, number, "successor dies", replicas=replicas, workers=workers))
+            drawn.append(_draw_fault(successors, len(drawn), "successor dies", replicas=replicas, workers=workers))
     of_agents = random.Random(f"faults of agents {seed}")
     if agents and of_agents.random() < 0.5:
         name = of_agents.choice(OF_AGENTS)

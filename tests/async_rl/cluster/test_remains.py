@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from async_rl.cluster import remains
-from async_rl.cluster.remains import GRACE_S, no_remains
+from async_rl.cluster.remains import GRACE_S
 
-PARENT = """
-import subprocess, sys
+RAYLET = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(15, b"raylet")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, flush=True)
 sys.stdin.read()
@@ -77,31 +78,24 @@ def await_end(processes, *, timeout_s):
             process.kill()
 
 
-@pytest.mark.parametrize("ends", ["raylet", "driver"])
-def test_process_below_a_raylet_that_is_dead_is_ended(ends, monkeypatch):
+@pytest.mark.parametrize("dies_first", [False, True])
+def test_processes_at_and_below_a_raylet_are_ended_after_the_driver(dies_first, monkeypatch):
     reading, writing = os.pipe()
     looked, wait = threading.Event(), select.select
     monkeypatch.setattr(remains, "select", SimpleNamespace(select=lambda *of: looked.set() or wait(*of)))
-    (raylet, child), (stranger, _) = started(PARENT), started("import sys; print(); sys.stdin.read()")
+    (raylet, child), (stranger, _) = started(RAYLET), started("import sys; print(); sys.stdin.read()")
     with os.fdopen(reading) as stdin, os.fdopen(writing, "wb") as driver, raylet, stranger:
         monkeypatch.setattr(remains, "sys", SimpleNamespace(stdin=stdin))
-        watcher = threading.Thread(target=remains.main, args=(raylet.pid,))
+        watcher = threading.Thread(target=remains.main, args=(os.getpid(),))
         watcher.start()
         assert looked.wait(60)
         below = [psutil.Process(raylet.pid), psutil.Process(int(child))]
-        if ends == "raylet":
+        if dies_first:
             raylet.kill()
-        else:
-            driver.close()
+        driver.close()
         watcher.join(60)
         await_end(below, timeout_s=1)
         assert not watcher.is_alive() and stranger.poll() is None
-
-
-def test_nothing_is_started_without_a_raylet():
-    before = psutil.Process().children()
-    with no_remains():
-        assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize("victim", ["gcs", "gcs and driver", "driver", "nothing"])
