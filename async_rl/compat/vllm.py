@@ -30,7 +30,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from async_rl.compat.vllm_forced import ForcedRouting
-from async_rl.weights.checksum import PACKED, checksum
+from async_rl.weights.checksum import PACKED, content
 
 REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
 
@@ -273,10 +273,10 @@ def exchange_tokens_of_groups() -> None:
 
 
 def note_packed_weights() -> None:
-    """Patch vLLM to store the checksum of a linear weight on its layer when the weight is packed.
+    """Patch vLLM to store checksum and sums of a linear weight on its layer when the weight is packed.
 
     vLLM packs linear weights into an opaque object of its kernel library and drops the tensor, so the weight cannot be
-    read back later. Each load packs the weight again and replaces the checksum.
+    read back later. Each load packs the weight again and replaces them.
     """
     upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if getattr(upstream, REPAIRED, False):
@@ -285,7 +285,7 @@ def note_packed_weights() -> None:
 
     def note_and_pack(layer: Any, remove_weight: bool) -> None:
         if not layer.weight.is_meta:
-            setattr(layer, PACKED, checksum(layer.weight))
+            setattr(layer, PACKED, content(layer.weight))
         pack(layer, remove_weight)
 
     upstream.dispatch_cpu_unquantized_gemm = note_and_pack

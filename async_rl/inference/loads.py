@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from async_rl.weights.live import LiveWeights, Published, Rank
 from async_rl.weights.transport import WeightUpdate, bucket_file
 
 
@@ -27,13 +28,28 @@ class RankLoad:
     """Number of each bucket that the rank hashed -> digest of the tensors that its loader took from it."""
     names: str
     """Digest of the names of all tensors that its loader took."""
-    checksums: Mapping[str, str]
-    """Parameter name -> checksum after the load."""
+    published: Published
+    """Sums of the published tensors that the rank hashed; see `async_rl.weights.live`."""
+    parameters: Rank
+    """Name -> checksum and sums of each parameter after the load."""
 
     @classmethod
     def of(cls, report: Mapping[str, Any]) -> RankLoad:
         """A report as it comes from the process of the rank, with pairs for `buckets`."""
-        return cls(dict(report["buckets"]), report["names"], report["checksums"])
+        return cls(dict(report["buckets"]), report["names"], report["published"], report["parameters"])
+
+
+def first_weights(ranks: Sequence[Mapping[str, Any]]) -> LiveWeights:
+    """Content of an engine's model after its start. ranks: fields `published` and `parameters` of each rank."""
+    return LiveWeights(
+        published={name: sums for rank in ranks for name, sums in rank["published"].items()},
+        ranks=[rank["parameters"] for rank in ranks],
+    )
+
+
+def published_by(ranks: Sequence[RankLoad]) -> Published:
+    """Sums of the tensors that all ranks hashed together."""
+    return {name: sums for rank in ranks for name, sums in rank.published.items()}
 
 
 def difference(update: WeightUpdate, ranks: Sequence[RankLoad]) -> str | None:

@@ -24,7 +24,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checks import weight_label
-from async_rl.inference.loads import RankLoad, difference
+from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.inference.nodes import Follower, bring
 from async_rl.inference.serving import ServingConfig
 from async_rl.weights.live import LiveWeights
@@ -547,8 +547,8 @@ class EngineReplica(Generic[BackendT]):
 
         Raises:
             EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, a
-                bucket has another digest than the published one, or parameters did not change although other values
-                were published. After a failed load the replica serves no request until a load succeeds.
+                bucket has another digest than the published one, or a parameter does not hold the published
+                values. After a failed load the replica serves no request until a load succeeds.
         """
         what, update = f"version {update.weights.version}", self._here(update)
         self._gate.require_quiet(f"load of {what}")
@@ -574,16 +574,16 @@ class EngineReplica(Generic[BackendT]):
         return update if self.store is None else replace(update, path=self.store.local(update.path))
 
     def _verify(self, update: WeightUpdate, ranks: Sequence[RankLoad]) -> None:
-        """Raise EngineError unless the engine loaded the published tensors and its parameters changed with them."""
+        """Raise EngineError unless the engine loaded the published tensors and its parameters hold them."""
         version = update.weights.version
         if problem := difference(update, ranks):
             self._gate.weights_unverified = f"its weights are not those of version {version}: {problem}"
             raise EngineError(f"{self.name}: version {version} was not loaded whole: {problem}")
-        if unchanged := self._live.replace(update.modules, [rank.checksums for rank in ranks]):
+        if wrong := self._live.replace(published_by(ranks), [rank.parameters for rank in ranks]):
             raise EngineError(
-                f"{self.name}: version {version} was read with the published digests, but the model's "
-                f"parameters are still those of the previous load in {len(unchanged)} modules that were published "
-                f"with other values ({', '.join(unchanged[:3])}, ...); the engine does not serve the published weights"
+                f"{self.name}: version {version} was read with the published digests, but {len(wrong)} parts of the "
+                f"model do not hold the published values ({'; '.join(wrong[:3])}{'; ...' if len(wrong) > 3 else ''}); "
+                "the engine does not serve the published weights"
             )
 
     async def checksum(self) -> str:

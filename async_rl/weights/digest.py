@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-WHOLE_MODEL = "the whole model"  # name of the module that contains all tensors
 MAX_THREADS = 4
 """Threads that copy or hash the tensors of a bucket."""
 _BLOCK = 256 << 10  # bytes that are hashed after they are copied, while they are in the cache of the core
@@ -46,21 +45,11 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return flat.numpy()
 
 
-class ModuleDigest(NamedTuple):
-    """Content of one module."""
-
-    digest: str
-    """32 hex digits of names, dtypes, shapes and values."""
-    dtypes: tuple[str, ...]
-    """Distinct dtypes of the tensors, for example `float32`."""
-
-
 class WeightsDigest:
     """Feed every tensor once, in any order, then read `hexdigest()`."""
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}
-        self._dtypes: dict[str, str] = {}
 
     @classmethod
     def of(cls, parts: Iterable[WeightsDigest]) -> WeightsDigest:
@@ -68,7 +57,6 @@ class WeightsDigest:
         total = cls()
         for part in parts:
             total._entries |= part._entries
-            total._dtypes |= part._dtypes
         return total
 
     def update(self, name: str, tensor: torch.Tensor, *, copy_to: NDArray[np.uint8] | None = None) -> None:
@@ -83,30 +71,15 @@ class WeightsDigest:
                 copied[:] = data[start : start + _BLOCK]
                 entry.update(copied.data)
         self._entries[name] = entry.digest()
-        self._dtypes[name] = str(tensor.dtype).removeprefix("torch.")
 
     def add(self, name: str, *, of: WeightsDigest) -> None:
         """Add a tensor that `of` has hashed."""
         self._entries[name] = of._entries[name]
-        self._dtypes[name] = of._dtypes[name]
 
     def hexdigest(self) -> str:
         """32 hex digits of all tensors."""
-        return self._of(sorted(self._entries))
-
-    def modules(self) -> dict[str, ModuleDigest]:
-        """Module (see `module_of`) -> digest; `WHOLE_MODEL` is one of the modules."""
-        names: dict[str, list[str]] = {WHOLE_MODEL: sorted(self._entries)}
-        for name in names[WHOLE_MODEL]:
-            names.setdefault(module_of(name), []).append(name)
-        return {
-            module: ModuleDigest(self._of(of), tuple(sorted({self._dtypes[name] for name in of})))
-            for module, of in names.items()
-        }
-
-    def _of(self, names: list[str]) -> str:
         total = xxh3_128()
-        for name in names:
+        for name in sorted(self._entries):
             total.update(name.encode() + b"\0" + self._entries[name])
         return total.hexdigest()
 
@@ -141,7 +114,12 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_share(
-    files: Sequence[Path], load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, rank: int, ranks: int
+    files: Sequence[Path],
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
+    *,
+    sums: Callable[[torch.Tensor], list[list[int]]],
+    rank: int,
+    ranks: int,
 ) -> dict[str, Any]:
     """Load all tensors of a version on one rank of an engine, and hash the buckets of this rank.
 
@@ -153,11 +131,12 @@ def load_share(
     Args:
         files: of the buckets, by number.
         load: called once with (Hugging Face name, CPU tensor) of every tensor.
+        sums: see `async_rl.weights.checksum.sums_for`; called for each tensor that this rank hashes.
         rank: of this process.
         ranks: of the engine.
 
     Returns:
-        the fields of `async_rl.inference.loads.RankLoad` without checksums, as JSON. They are of the tensors that
+        the fields of `async_rl.inference.loads.RankLoad` without parameters, as JSON. They are of the tensors that
         `load` took.
 
     Raises:
@@ -165,9 +144,12 @@ def load_share(
     """
     buckets: dict[int, WeightsDigest] = {}
     names: list[str] = []
+    published: dict[str, list[list[int]]] = {}
 
     def hashed(file: Path) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
         held = list(_named(file))
+        with ThreadPoolExecutor(num_threads()) as pool:
+            published.update(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
         return held, digest_of(held)
 
     with ThreadPoolExecutor(1) as thread:
@@ -194,6 +176,7 @@ def load_share(
     return {
         "buckets": [[number, digest.hexdigest()] for number, digest in buckets.items()],
         "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
+        "published": published,
     }
 
 

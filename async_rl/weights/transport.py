@@ -23,7 +23,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from safetensors import SafetensorError
 
 from async_rl.weights import delta, remote
-from async_rl.weights.digest import ModuleDigest, WeightsDigest, digest_of, read_tensors
+from async_rl.weights.digest import WeightsDigest, digest_of, read_tensors
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
@@ -88,8 +88,6 @@ class WeightUpdate:
     """Folder of the version; its tensors have Hugging Face names. With `url` it only has the name."""
     weights: WeightVersion
     """Version number and digest of the tensors."""
-    modules: Mapping[str, ModuleDigest] = field(default_factory=dict[str, ModuleDigest])
-    """Module -> digest. If empty, engines skip the check of `async_rl.weights.live`."""
     buckets: tuple[str, ...] = ()
     """Digest of each bucket, by its number."""
     sources: tuple[Source, ...] = ()
@@ -217,7 +215,6 @@ def finish_update(
     return WeightUpdate(
         path=folder,
         weights=WeightVersion(version, total.hexdigest()),
-        modules=total.modules(),
         buckets=digests,
     )
 

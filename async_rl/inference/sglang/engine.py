@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import aiohttp
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest
-from async_rl.inference.checkpoint_weights import Shapes, hash_checkpoint, tensor_shapes, weight_files
+from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes, weight_files
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
 from async_rl.inference.nodes import NodePlace
@@ -43,7 +43,6 @@ from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import check_update, first_load, reported_load, staged_load
-from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import ContractError, TokenOutput, WeightVersion
@@ -251,7 +250,6 @@ async def start_sglang(
         for name, shape in tensor_shapes(weight_files(checkpoint)).items()
         if not is_carried(name, num_layers=info.num_layers)
     }
-    published = (await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=info.num_layers)).modules()
     try:
         async with asyncio.timeout(config.start_timeout_s), contextlib.AsyncExitStack() as stack:
             server = await SglangServer.start(
@@ -276,5 +274,5 @@ async def start_sglang(
         config=config,
         name=name,
         weights=weights,
-        live=LiveWeights(dtype=config.dtype, published=published, ranks=first.checksums),
+        live=first.live,
     )

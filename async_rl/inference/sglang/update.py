@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes
-from async_rl.inference.loads import RankLoad
+from async_rl.inference.loads import RankLoad, first_weights
+from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError
@@ -69,8 +70,8 @@ class FirstLoad(NamedTuple):
 
     digest: str
     """Digest of all tensors that each rank loaded."""
-    checksums: list[dict[str, str]]
-    """For each tensor-parallel rank, parameter name -> checksum after the load."""
+    live: LiveWeights
+    """Content of its model."""
 
 
 def first_load(report: Mapping[str, Any]) -> FirstLoad:
@@ -81,7 +82,7 @@ def first_load(report: Mapping[str, Any]) -> FirstLoad:
 
     Raises:
         ContractError: the server runs without the plugin, a hook does not apply, the ranks loaded different weights, or
-            a rank reports no checksums.
+            a rank reports no parameters.
     """
     if not report:
         raise ContractError("the server runs without async_rl's plugin; check whether SGLANG_PLUGINS excludes it")
@@ -91,20 +92,21 @@ def first_load(report: Mapping[str, Any]) -> FirstLoad:
     digests = sorted({rank["digest"] for rank in report["ranks"]})
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
-    return FirstLoad(digests[0], _checksums(report["ranks"]))
+    _check_parameters(report["ranks"])
+    return FirstLoad(digests[0], first_weights(report["ranks"]))
 
 
 def reported_load(answer: Any) -> list[RankLoad]:
     """Report of each rank, from the server's answer to /update_weights_from_disk.
 
     Raises:
-        ContractError: the server loaded nothing, or a rank reports no checksums.
+        ContractError: the server loaded nothing, or a rank reports no parameters.
     """
     said, _, given = str(answer.get("message")).partition(REPORTED)
     ranks = json.JSONDecoder().raw_decode(given)[0] if given else []  # SGLang appends text after the JSON
     if not answer.get("success") or not ranks:
         raise ContractError(f"the server loaded nothing and answers {said[:500]!r}")
-    _checksums(ranks)
+    _check_parameters(ranks)
     return [RankLoad.of(rank) for rank in ranks]
 
 
@@ -116,8 +118,6 @@ def staged_load(answer: Any) -> list[RankLoad] | None:
     return None if NOT_STAGED in answer["message"].split(" | ") else reported_load(answer)
 
 
-def _checksums(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    checksums = [rank["checksums"] for rank in ranks]
-    if not all(checksums):
-        raise ContractError("a rank of the server reports no checksums of its parameters")
-    return checksums
+def _check_parameters(ranks: Sequence[Mapping[str, Any]]) -> None:
+    if not all(rank["parameters"] for rank in ranks):
+        raise ContractError("a rank of the server reports no parameters")

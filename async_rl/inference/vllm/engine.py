@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
-from async_rl.inference.loads import RankLoad
+from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import EngineReplica, InflightRequest, KVPolicy, LoadedWeights
 from async_rl.inference.spans import continued, joined
@@ -37,7 +37,6 @@ from async_rl.inference.vllm.process import (
     stop_engine,
 )
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
-from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
@@ -302,7 +301,7 @@ async def start_vllm(
             engine = await start_engine(args)
             digest = await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=model.info.num_layers)
             weights = WeightVersion(0, digest.hexdigest())
-            ranks = await call_ranks(engine, "live_checksums")
+            live = first_weights(await call_ranks(engine, "first_load", [str(file) for file in files]))
             await engine.update_weight_version(weight_label(weights))
     except TimeoutError as error:
         raise EngineError(
@@ -315,5 +314,5 @@ async def start_vllm(
         config=config,
         name=name,
         weights=weights,
-        live=LiveWeights(dtype=config.dtype, published=digest.modules(), ranks=ranks),
+        live=live,
     )

@@ -1,6 +1,6 @@
 """Methods added to vLLM's worker: load a published version between two engine steps, or beside them, and pin routing.
 
-A load also returns checksums of the model's parameters, which prove that the load changed them.
+A load also returns sums of the values of the model's parameters, which prove that they hold the published tensors.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from async_rl.weights.checksum import PACKED, model_checksums
-from async_rl.weights.digest import load_share
+from async_rl.weights.checksum import PACKED, Content, model_contents, sums_for
+from async_rl.weights.digest import load_share, read_tensors
+from async_rl.weights.live import PACKED_SUFFIX
 from async_rl.weights.store import on_this_node
 from async_rl.weights.transport import update_files
 from async_rl.weights.twin import Staging, Twin
@@ -51,17 +53,16 @@ class LoadsUpdates:
         """
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
-        report = _load(on_this_node(Path(path)), lambda tensors: self.reload_weights(weights_iterator=tensors))
-        pack_tied_head(self.get_model(), self.vllm_config)
-        return report | {"checksums": self.live_checksums()}
+        model = self.get_model()
+        report = _load(path, lambda tensors: self.reload_weights(weights_iterator=tensors), model=model)
+        pack_tied_head(model, self.vllm_config)
+        return report | {"parameters": _contents(model)}
 
     def start_staging(self: Any, path: str) -> None:
         """Start to load a published version into a twin of the model, in a thread."""
         if not hasattr(self, "staging"):
             self.staging = Staging[Report]()
-        self.staging.start(
-            self.get_model(), partial(_load_twin, path=on_this_node(Path(path)), config=self.vllm_config)
-        )
+        self.staging.start(self.get_model(), partial(_load_twin, path=path, config=self.vllm_config))
 
     def staged(self: Any) -> Report | None:
         """Report of the load of `start_staging`; None until it has ended.
@@ -75,9 +76,13 @@ class LoadsUpdates:
         """Exchange the weights between two engine steps."""
         self.staging.commit()
 
-    def live_checksums(self: Any) -> dict[str, str]:
-        """Name -> checksum for each parameter and persistent buffer of this worker's model."""
-        return _checksums(self.get_model())
+    def first_load(self: Any, files: list[str]) -> Report:
+        """Fields `published` and `parameters` of the load at the start. files: of the checkpoint."""
+        model, share = self.get_model(), _place()
+        sums = sums_for(model)
+        tensors = (named for file in files for named in read_tensors(Path(file)))
+        mine = islice(tensors, share["rank"], None, share["ranks"])
+        return {"published": {name: sums(tensor) for name, tensor in mine}, "parameters": _contents(model)}
 
     def pin_routing(self: Any, rows: dict[str, dict[str, Any]]) -> None:
         """Use the recorded experts of running requests if their K/V has to be computed again.
@@ -88,23 +93,27 @@ class LoadsUpdates:
         self.model_runner.pin_routing(rows)
 
 
-def _load(path: Path, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object]) -> Report:
-    """Report without checksums of a load of a published version."""
-    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return load_share(update_files(path), load, rank=rank, ranks=ranks)
+def _load(path: str, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, model: torch.nn.Module) -> Report:
+    """Report without parameters of a load of a published version. model: into which it is loaded."""
+    return load_share(update_files(on_this_node(Path(path))), load, sums=sums_for(model), **_place())
 
 
-def _load_twin(twin: Twin, *, path: Path, config: VllmConfig) -> Report:
+def _place() -> dict[str, int]:
+    """Rank of this process in its engine, and number of ranks."""
+    return {"rank": torch.distributed.get_rank(), "ranks": torch.distributed.get_world_size()}
+
+
+def _load_twin(twin: Twin, *, path: str, config: VllmConfig) -> Report:
     """Load a published version into a twin, while the model decodes."""
     from async_rl.compat.vllm_reload import reload_twin  # imports vLLM
 
-    report = _load(path, lambda tensors: reload_twin(twin, tensors, config=config))
-    return report | {"checksums": _checksums(twin.model)}
+    report = _load(path, lambda tensors: reload_twin(twin, tensors, config=config), model=twin.model)
+    return report | {"parameters": _contents(twin.model)}
 
 
-def _checksums(model: torch.nn.Module) -> dict[str, str]:
+def _contents(model: torch.nn.Module) -> dict[str, Content]:
     packed = [(name, getattr(module, PACKED, None)) for name, module in model.named_modules()]
     return {
-        **model_checksums(model),
-        **{f"{name}.packed": noted for name, noted in packed if noted is not None},
+        **model_contents(model),
+        **{f"{name}.weight{PACKED_SUFFIX}": noted for name, noted in packed if noted is not None},
     }

@@ -4,7 +4,7 @@ The folder of the plugin is only on the PYTHONPATH of a replica's server. The pl
 virtualenv, and always belongs to the same source tree as the replica. It adds seven things:
 
     end with the owner    every process of the server ends when the replica's process ends
-    proof of loads        the server reports a digest of the loaded tensors and checksums of its parameters
+    proof of loads        the server reports a digest of the loaded tensors and contents of its parameters
     stop tokens           only those of the request; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
     forced rows           positions that are forwarded again use their recorded experts

@@ -1,4 +1,4 @@
-"""Reports each load: digests of the tensors, and checksums of the parameters after the load. Stages versions.
+"""Reports each load: digests of the tensors, and contents of the parameters after the load. Stages versions.
 
 SGLang silently skips tensors with unknown names. Therefore the first load is checked on the model: every parameter is
 set to NaN before the load, and a parameter that is still NaN after the load is an error.
@@ -42,6 +42,8 @@ class _Loads:
 
     first: str = ""
     """Digest of the load at the start; empty before it."""
+    published: dict[str, list[list[int]]]
+    """Sums of the tensors of the load at the start that this rank hashes."""
     staging: Any = None
     """`async_rl.weights.twin.Staging`, whose loads return the report of this rank; None before the first."""
 
@@ -71,12 +73,16 @@ def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: An
     if _VERSION.folder is not None:
         files = sorted(_VERSION.folder.glob("*.safetensors"))
         _VERSION.report = digests.load_share(
-            files, lambda tensors: load(model, tensors, target_device), rank=_VERSION.rank, ranks=_VERSION.ranks
+            files,
+            lambda tensors: load(model, tensors, target_device),
+            sums=_weights_module("checksum").sums_for(model),
+            rank=_VERSION.rank,
+            ranks=_VERSION.ranks,
         )
         return
     _poison(model)
     digest = digests.WeightsDigest()
-    load(model, _hashed(weights, digest), target_device)
+    load(model, _hashed(weights, digest, sums=_weights_module("checksum").sums_for(model)), target_device)
     _refuse_poison(model)
     _Loads.first = digest.hexdigest()
 
@@ -85,8 +91,8 @@ def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """Hook after Scheduler.get_init_info: add the first load and the applied hooks to /server_info."""
     registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks = sorted(registry.HookRegistry._patched)
-    checksums = _checksums(scheduler.tp_worker.model_runner.model)
-    here = {"digest": _Loads.first, "checksums": checksums}
+    parameters = _contents(scheduler.tp_worker.model_runner.model)
+    here = {"digest": _Loads.first, "published": _Loads.published, "parameters": parameters}
     ranks = _on_all_ranks(lambda: here, group=scheduler.tp_group.cpu_group)
     return {**info, REPORT: {"ranks": ranks, "hooks": hooks}}
 
@@ -108,7 +114,7 @@ def update_and_report(update: Callable[..., Any], updater: Any, request: Any) ->
         answers.append(update(updater, request))
         if not answers[0].success:
             raise RuntimeError(answers[0].message)
-        return _checksums(updater.tp_worker.model_runner.model)
+        return _contents(updater.tp_worker.model_runner.model)
 
     try:
         ranks = _on_all_ranks(
@@ -149,7 +155,7 @@ def _start(updater: Any, folder: str) -> str:
         def load_twin() -> dict[str, Any]:
             loader.restore_weights_before_loading(twin.model, device)
             loader.load_weights_and_postprocess(twin.model, (), device)
-            return _checksums(twin.model)
+            return _contents(twin.model)
 
         return _load_version(_on_this_node(Path(folder)), load_twin, group=updater.tp_cpu_group)
 
@@ -172,15 +178,15 @@ def _load_version(folder: Path, load: Callable[[], dict[str, Any]], *, group: An
     """Report of this rank on a load of a published version.
 
     Args:
-        load: loads by `load_and_hash` and returns the checksums of the parameters.
+        load: loads by `load_and_hash` and returns the contents of the parameters.
     """
     _VERSION.folder, _VERSION.report = folder, None
     _VERSION.rank, _VERSION.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     try:
-        checksums = load()
+        parameters = load()
         if _VERSION.report is None:
             raise RuntimeError("SGLang loaded no weights")
-        return {**_VERSION.report, "checksums": checksums}
+        return {**_VERSION.report, "parameters": parameters}
     finally:
         _VERSION.folder = None
 
@@ -225,8 +231,8 @@ HOOKS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-def _checksums(model: torch.nn.Module) -> dict[str, Any]:
-    return _weights_module("checksum").model_checksums(model)
+def _contents(model: torch.nn.Module) -> dict[str, Any]:
+    return _weights_module("checksum").model_contents(model)
 
 
 def _on_all_ranks(work: Callable[[], Any], *, group: Any) -> list[Any]:
@@ -246,10 +252,16 @@ def _on_all_ranks(work: Callable[[], Any], *, group: Any) -> list[Any]:
     return [result for result, _ in outcomes]
 
 
-def _hashed(tensors: Iterable[tuple[str, torch.Tensor]], digest: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors unchanged and add each to `digest`."""
-    for name, tensor in tensors:
+def _hashed(
+    tensors: Iterable[tuple[str, torch.Tensor]], digest: Any, *, sums: Callable[[torch.Tensor], list[list[int]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors unchanged, add each to `digest`, and store the sums of this rank's share."""
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    _Loads.published = {}
+    for number, (name, tensor) in enumerate(tensors):
         digest.update(name, tensor.cpu())
+        if number % ranks == rank:
+            _Loads.published[name] = sums(tensor)
         yield name, tensor
 
 
