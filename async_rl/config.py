@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from statistics import median_low
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
@@ -62,8 +63,9 @@ _FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
 FLOAT32_MAX_K3 = 1e-4
 """20 times the k3 of 5e-6 that is expected with TF32: its rounding error is 8 times smaller than with bfloat16, and k3
 grows with the square of the error. Float32 has a k3 of about 1e-12."""
-HALF_MAX_K3 = 5e-2
-"""For bfloat16 and float16; the models of benchmarks/equal_weights.py have at most 3.4e-4."""
+HALF_LEAST_K3, HALF_MAX_K3, HALF_NOISE = 1e-3, 1e-2, 10
+"""For bfloat16 and float16: HALF_NOISE times the median of the first probes, between these two. The models of
+benchmarks/equal_weights.py have at most 3.4e-4 over the same experts."""
 Url = Annotated[str, PydanticField(pattern="^[a-z0-9+:]+://.")]
 EnvironmentValue = Annotated[str, PydanticField(coerce_numbers_to_str=True)]
 
@@ -214,8 +216,8 @@ class MismatchConfig:
     """Comparison of engines and trainer at equal weights, after a publish."""
 
     max_k3: float | Literal["auto"] | None = "auto"
-    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` depends on the dtype; null only
-    reports."""
+    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` is 1e-4 in float32, else ten times
+    the median of the first five probes since the start, at least 1e-3 and at most 1e-2; null only reports."""
     prompts: int = 4
     """Sequences that each replica decodes; 0 disables the comparison."""
     tokens: int = 16
@@ -229,20 +231,20 @@ class MismatchConfig:
         if self.tokens < 1:
             raise ValueError(f"mismatch.tokens is {self.tokens}; must be >= 1")
 
-    def bound(self, *, dtypes: Sequence[str], same_experts: bool) -> float:
+    def bound(self, *, dtypes: Sequence[str], noise: Sequence[float]) -> float:
         """Largest accepted k3; infinite if there is no bound.
 
+        Noise (2e-4, 6e-4, 3e-4) in bfloat16 gives 3e-3, and no noise gives 1e-2.
+
         Args:
-            dtypes: of engine and trainer.
-            same_experts: whether both compute with the same experts: a dense model, or trainer.router_replay=R3.
-                Otherwise `auto` has no bound, because a near-tie in a router that resolves differently can cause a
-                k3 of any size.
+            dtypes: dtypes of engine and trainer.
+            noise: accepted k3 of the first probes.
         """
         if self.max_k3 != "auto":
             return math.inf if self.max_k3 is None else self.max_k3
-        if not same_experts:
-            return math.inf
-        return FLOAT32_MAX_K3 if set(dtypes) == {"float32"} else HALF_MAX_K3
+        if set(dtypes) == {"float32"}:
+            return FLOAT32_MAX_K3
+        return min(HALF_MAX_K3, max(HALF_LEAST_K3, HALF_NOISE * median_low(noise))) if noise else HALF_MAX_K3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

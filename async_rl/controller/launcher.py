@@ -232,10 +232,8 @@ class Launcher:
         return Probe(
             pool,
             config=config.mismatch,
-            max_k3=config.mismatch.bound(
-                dtypes=(config.engine.dtype, config.trainer.dtype),
-                same_experts=routing is None or config.captures_routing,
-            ),
+            dtypes=(config.engine.dtype, config.trainer.dtype),
+            same_experts=routing is None or config.captures_routing,
             temperature=config.rollout.sampling.temperature,
             max_tokens=config.engine.max_model_len,
             timeout_s=config.rollout.limits.generate_timeout_s,

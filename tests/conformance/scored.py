@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from async_rl.config import FLOAT32_MAX_K3, MismatchConfig
+from async_rl.config import MismatchConfig
 from async_rl.controller.probe import Probe
 from async_rl.inference.pool import ReplicaPool
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -31,12 +31,13 @@ class ScoresOfTruth:
         return scored
 
 
-def probe_of(tested: EngineUnderTest) -> Probe:
-    """The probe of a run, with prompts."""
+def probe_of(tested: EngineUnderTest, *, same_experts: bool = True) -> Probe:
+    """The probe of a run, with prompts. same_experts: False for a run without rows of the engine."""
     probe = Probe(
         ReplicaPool([tested.replica]),
         config=MismatchConfig(),
-        max_k3=FLOAT32_MAX_K3,
+        dtypes=(tested.dtype,),
+        same_experts=same_experts,
         temperature=1.0,
         max_tokens=256,
         timeout_s=60.0,

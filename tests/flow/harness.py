@@ -410,7 +410,8 @@ class Harness:
             self._pipeline_options["probe"] = Probe(
                 self.pool,
                 config=probe,
-                max_k3=probe.bound(dtypes=("float32",), same_experts=True),
+                dtypes=("float32",),
+                same_experts=True,
                 temperature=1.0,
                 max_tokens=LIMITS.max_tokens,
                 timeout_s=LIMITS.generate_timeout_s,

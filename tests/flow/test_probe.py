@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agent_loop.engine import AnswerError
-from async_rl.config import FLOAT32_MAX_K3, HALF_MAX_K3, MismatchConfig
+from async_rl.config import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, MismatchConfig
 from async_rl.controller.interfaces import StageError
 from async_rl.controller.probe import MismatchError, Probe, k3_of_replicas
 from async_rl.inference.pool import ReplicaPool
@@ -111,12 +111,13 @@ async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
     assert kept.trainer.scored[0] == 0
 
 
-def asked(*replicas, prompts, version=0):
+def asked(*replicas, prompts, version=0, dtype="float32", same_experts=True):
     """A probe that has asked all replicas."""
     probe = Probe(
         ReplicaPool(replicas),
         config=PROBE,
-        max_k3=1e-4,
+        dtypes=(dtype,),
+        same_experts=same_experts,
         temperature=1.0,
         max_tokens=64,
         timeout_s=0.5,
@@ -135,14 +136,14 @@ def groups(count):
 
 
 class Scores:
-    """Scores as the engine does, but `d` higher for the tokens of sequence `sequence`."""
+    """Scores as the engine does, but `d` higher for the first `tokens` tokens of sequence `sequence`."""
 
-    def __init__(self, *, sequence=0, d=0.0):
-        self._sequence, self._d = sequence, d
+    def __init__(self, *, sequence=0, d=0.0, tokens=None):
+        self._sequence, self._d, self._count = sequence, d, tokens
 
     async def score(self, batch):
         scored = [torch.from_numpy(batch.loss_tokens(number).logprobs) for number in range(len(batch))]
-        scored[self._sequence] = scored[self._sequence] + self._d
+        scored[self._sequence][: self._count] += self._d
         self.tokens = int(batch.num_loss_tokens.sum())
         return scored
 
@@ -207,18 +208,72 @@ def test_k3_of_replicas_is_the_mean_over_the_tokens_of_each():
 
 
 @pytest.mark.parametrize(
-    ("max_k3", "dtypes", "same_experts", "bound"),
+    ("max_k3", "dtypes", "noise", "bound"),
     [
-        ("auto", ("float32", "float32"), True, FLOAT32_MAX_K3),
-        ("auto", ("bfloat16", "float32"), True, HALF_MAX_K3),
-        ("auto", ("bfloat16", "bfloat16"), True, HALF_MAX_K3),
-        ("auto", ("float32", "float32"), False, math.inf),
-        (None, ("float32", "float32"), True, math.inf),
-        (0.25, ("float32", "float32"), False, 0.25),
+        ("auto", ("float32", "float32"), [3e-2], FLOAT32_MAX_K3),
+        ("auto", ("bfloat16", "float32"), [], HALF_MAX_K3),
+        ("auto", ("bfloat16", "bfloat16"), [1e-6, 5e-2, 2e-6], HALF_LEAST_K3),
+        ("auto", ("bfloat16", "bfloat16"), [2e-4, 6e-4, 3e-4], 3e-3),
+        ("auto", ("float16", "float16"), [8e-3], HALF_MAX_K3),
+        (None, ("bfloat16", "bfloat16"), [1e-6], math.inf),
+        (0.25, ("bfloat16", "bfloat16"), [1e-6], 0.25),
     ],
 )
-def test_max_k3_goes_by_dtype_unless_it_is_given(max_k3, dtypes, same_experts, bound):
-    assert MismatchConfig(max_k3=max_k3).bound(dtypes=dtypes, same_experts=same_experts) == bound
+def test_max_k3_follows_the_first_probes_in_half_precision_unless_it_is_given(max_k3, dtypes, noise, bound):
+    assert MismatchConfig(max_k3=max_k3).bound(dtypes=dtypes, noise=noise) == pytest.approx(bound)
+
+
+def k3_of(d):
+    return math.exp(d) - 1 - d
+
+
+async def compare_in_turn(probe, *, ds):
+    """Largest k3 of one version after the other, whose first sequence has the difference `d`."""
+    found = []
+    for version, d in enumerate(ds):
+        if version:
+            probe.ask_all(version=0)
+        found.append(await probe.compare(0, Scores(d=d)))
+    return found
+
+
+async def test_the_bound_of_a_bfloat16_run_is_ten_times_its_noise_from_the_second_probe_on():
+    """Stale experts have a k3 of 2.2e-2 where the noise is 1e-4 to 7e-4; the first probes alone set the noise."""
+    quiet = [0.02] * 6
+    probe = asked(*engines(1), prompts=1, dtype="bfloat16")
+    assert await compare_in_turn(probe, ds=quiet) == pytest.approx([k3_of(d) for d in quiet], rel=1e-3)
+    probe.ask_all(version=0)
+    with pytest.raises(MismatchError, match="fake-0.*version 0"):
+        await probe.compare(0, Scores(d=0.07))
+    assert 10 * k3_of(0.02) < k3_of(0.07) < 3 * 1e-3
+
+
+async def test_a_first_probe_that_is_wrong_stops_a_bfloat16_run_or_sets_no_loose_bound():
+    with pytest.raises(MismatchError):
+        await asked(*engines(1), prompts=1, dtype="bfloat16").compare(0, Scores(d=0.2))
+    probe = asked(*engines(1), prompts=1, dtype="bfloat16")
+    await compare_in_turn(probe, ds=[0.13])
+    probe.ask_all(version=0)
+    with pytest.raises(MismatchError):
+        await probe.compare(0, Scores(d=0.2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_without_the_engines_experts_a_few_tokens_may_differ_by_anything_and_more_may_not(dtype):
+    """Four sequences of 16 tokens: the largest eighth are 8 tokens."""
+    for tokens, d in ((8, 3.0), (16, 0.5)):
+        probe = asked(*engines(1), prompts=4, dtype=dtype, same_experts=False)
+        if tokens == 8:
+            assert await probe.compare(0, Scores(d=d, tokens=tokens)) == 0.0
+        else:
+            with pytest.raises(MismatchError):
+                await probe.compare(0, Scores(d=d, tokens=tokens))
+    for value in (math.nan, math.inf):
+        with pytest.raises(MismatchError):
+            probe = asked(*engines(1), prompts=4, dtype=dtype, same_experts=False)
+            await probe.compare(0, Scores(d=value, tokens=1))
+    with pytest.raises(MismatchError):
+        await asked(*engines(1), prompts=4, dtype=dtype).compare(0, Scores(d=3.0, tokens=8))
 
 
 @pytest.mark.parametrize(

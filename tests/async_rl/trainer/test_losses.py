@@ -278,6 +278,15 @@ def test_kl_of_stale_samples_is_weighted_with_current_over_behaviour():
     assert given.current.grad.tolist() == pytest.approx(weights.tolist())  # none through the weight
 
 
+@pytest.mark.parametrize("gap", [3.1, 20.0, 800.0])
+def test_one_token_far_from_the_reference_does_not_decide_k3_or_its_gradient(gap):
+    given = logprobs([-1.0 - gap, *[-1.0] * 99], [-1.0 - gap, *[-1.0] * 99], reference=[-1.0, *[-1.1] * 99])
+    kl = kl_term(given, "k3", cap=2.0)
+    assert kl[0] <= math.exp(3) - 4 + 1e-9
+    kl.mean().backward()
+    assert given.current.grad.abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("gap", [19.0, 88.0, 90.0, 800.0])
 def test_kl_is_finite_in_float32_however_far_the_reference(estimator, gap):
