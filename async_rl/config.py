@@ -216,8 +216,8 @@ class MismatchConfig:
     """Comparison of engines and trainer at equal weights, after a publish."""
 
     max_k3: float | Literal["auto"] | None = "auto"
-    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` is 1e-4 in float32, else ten times
-    the median of the first five probes since the start, at least 1e-3 and at most 1e-2; null only reports."""
+    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` is 1e-4 in float32, else ten
+    times the median of the first five probes since the start, at least 1e-3 and at most 1e-2; null only reports."""
     prompts: int = 4
     """Sequences that each replica decodes; 0 disables the comparison."""
     tokens: int = 16

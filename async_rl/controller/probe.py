@@ -13,7 +13,7 @@ is far larger if an engine serves other weights than it reports, or computes wit
 
 k3 is the mean over tokens of exp(d) - 1 - d, with d = trainer - engine logprob. Tokens with d = 0.1 and d = -0.1 give
 (0.00517 + 0.00484) / 2 = 0.0050. If the engine returns no rows of a mixture of experts, a near-tie in a router may be
-decided differently, and a few tokens can have any difference. Then the largest eighth of the tokens is left out.
+decided differently, and a few tokens can have any difference. Then the largest quarter of the tokens is left out.
 
 The bound in half precision follows the noise of the run: see `MismatchConfig.bound`. A resumed run measures it anew.
 """
@@ -41,7 +41,7 @@ from message_queue.trajectory import PromptGroup, Trajectory
 
 PROMPT_TOKENS = 128  # longest prompt of a probe
 FIRST_PROBES = 5  # whose k3 is the noise of the run
-TRIMMED = 1 / 8  # share of the tokens that is left out without the engine's experts
+TRIMMED = 1 / 4  # share of the tokens that is left out without the engine's experts
 
 
 class MismatchError(RuntimeError):
@@ -155,8 +155,8 @@ class Probe:
         if not k3[worst] <= bound:
             raise MismatchError(
                 f"{worst} and the trainer disagree about version {version}: mismatch/k3_probe is {k3[worst]:.3g} at "
-                f"equal weights, more than mismatch.max_k3={self._config.max_k3}, here {bound:.3g}; the engine does not "
-                "serve the published weights, or computes with them differently. Set mismatch.max_k3=null to only "
+                f"equal weights, more than mismatch.max_k3={self._config.max_k3}, here {bound:.3g}; the engine does "
+                "not serve the published weights, or computes with them differently. Set mismatch.max_k3=null to only "
                 "report the value, or a number as bound"
             )
         if len(self._noise) < FIRST_PROBES:

@@ -74,16 +74,19 @@ class LiveWeights:
         Returns:
             the parameters that do not hold the published tensors. If there are any, the load is not recorded.
         """
-        forms: dict[_Place, list[_Form]] = {}
-        wrong: list[str] = []
+        forms, refused, dropped = dict[_Place, list[_Form]](), dict[_Place, list[_Form]](), set[_Part]()
         for place, candidates in self._forms.items():
             total = _live(place, ranks)
             if held := [form for form in candidates if total in _totals(form, published)]:
                 forms[place] = held
             elif self._is_wrong(place, candidates, total, published):
-                wrong.append(_text(place, candidates[0], ranks))
-        forms |= _forms(published, ranks, known=forms)
-        wrong += self._unchanged(published, ranks, forms)
+                refused[place] = candidates
+            else:
+                dropped.update(place[0])
+        forms = {place: held for place, held in forms.items() if dropped.isdisjoint(place[0])}
+        forms |= _forms(published, ranks, known=forms | refused)
+        wrong = [_text(place, candidates[0], ranks) for place, candidates in refused.items()]
+        wrong += self._unchanged(published, ranks, forms | refused)
         if not wrong:
             self._loads.append((published, ranks))
             self._forms = forms
@@ -169,7 +172,7 @@ def _table(published: Published, names: Iterable[str], times: Iterable[int]) -> 
 def _match(
     parts: Sequence[_Part], ranks: Sequence[Rank], table: Mapping[int, list[_Form]]
 ) -> dict[_Place, list[_Form]]:
-    """Forms of parts on each rank, or on groups of ranks together; those of the same name, then module, are preferred."""
+    """Forms of parts on each rank, or on groups of ranks together; the same name comes first, then the same module."""
     name = parts[0][0].removesuffix(PACKED_SUFFIX) if parts else ""
 
     def nearness(form: _Form) -> int:

@@ -6,16 +6,24 @@ The server of SGLang loads this file as a plugin, from a folder that `plugin_fol
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 Tensors = Sequence[tuple[str, Any]]
-Planted = Literal["none", "half", "stale", "swapped", "stale_experts"]
 PLUGIN, FAULT = "planted_loads", "fault"
+PARTLY_WRONG = (  # of qwen3_moe; layer 1 has experts
+    *(f"stale {part}" for part in (".experts.", "down_proj", "mlp.gate.weight", "o_proj", "k_proj", "q_norm")),
+    *(f"stale {part}" for part in ("embed_tokens", "lm_head", "input_layernorm", "model.norm", "layers.1.")),
+    *(f"stale layers.1.mlp.experts.3.{part}" for part in ("", "up_proj", "down_proj")),
+    "swapped .experts.0. .experts.1.",
+    "swapped layers.1.self_attn.o_proj layers.2.self_attn.o_proj",
+)
+TRADED = "swapped layers.1.mlp.experts.0.gate_proj layers.1.mlp.experts.0.up_proj"  # in one parameter
 
 
 class Loads:
@@ -27,25 +35,25 @@ class Loads:
     def spoiled(self, fault: str, tensors: Tensors) -> Tensors:
         """Tensors for the model.
 
-        stale: the tensors of the load before. swapped: two layers trade a projection. stale_experts: rank 1 gets the
-        experts of the load before.
+        stale: the tensors of the load before. stale PART: those whose name has the part, on rank 1 alone with
+        stale-on-1. swapped A B: tensors whose names have A and B trade places.
         """
         before, self._before = self._before, [(name, tensor.clone()) for name, tensor in tensors]
-        match fault:
-            case "none":
+        match fault.split():
+            case ["none"]:
                 return []
-            case "half":
+            case ["half"]:
                 return tensors[: len(tensors) // 2]
-            case "stale":
+            case ["stale"]:
                 self._before = before
                 return before
-            case "stale_experts":
-                old = dict(before if torch.distributed.get_rank() == 1 else ())
-                return [(name, old.get(name, tensor) if ".experts." in name else tensor) for name, tensor in tensors]
-            case "swapped":
-                first, second = (f"model.layers.{i}.self_attn.o_proj.weight" for i in (1, 2))
-                names = {first: second, second: first}
-                return [(names.get(name, name), tensor) for name, tensor in tensors]
+            case ["stale" | "stale-on-1" as where, part]:
+                old = dict(before if where == "stale" or torch.distributed.get_rank() == 1 else ())
+                return [(name, old.get(name, tensor) if part in name else tensor) for name, tensor in tensors]
+            case ["swapped", first, second]:
+                other = {first: second, second: first}
+                either = f"{re.escape(first)}|{re.escape(second)}"
+                return [(re.sub(either, lambda found: other[found[0]], name), tensor) for name, tensor in tensors]
             case _:
                 return tensors
 

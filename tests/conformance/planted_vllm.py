@@ -42,7 +42,7 @@ class PlantedLoads(LoadsUpdates):
 
 
 def _spoiled(
-    files: Sequence[Path], load: Callable[[Iterator[tuple[str, Any]]], object], **place: int
+    files: Sequence[Path], load: Callable[[Iterator[tuple[str, Any]]], object], **options: Any
 ) -> dict[str, Any]:
     """Instead of `async_rl.weights.digest.load_share`: the report is right, and the tensors have the fault.
 
@@ -56,4 +56,4 @@ def _spoiled(
         else:
             load(iter(LOADS.spoiled(PlantedLoads.fault, list(tensors))))
 
-    return load_share(files, spoil, **place)
+    return load_share(files, spoil, **options)

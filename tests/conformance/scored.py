@@ -31,12 +31,12 @@ class ScoresOfTruth:
         return scored
 
 
-def probe_of(tested: EngineUnderTest, *, same_experts: bool = True) -> Probe:
+def probe_of(tested: EngineUnderTest, *, dtype: str = "float32", same_experts: bool = True) -> Probe:
     """The probe of a run, with prompts. same_experts: False for a run without rows of the engine."""
     probe = Probe(
         ReplicaPool([tested.replica]),
         config=MismatchConfig(),
-        dtypes=(tested.dtype,),
+        dtypes=(dtype,),
         same_experts=same_experts,
         temperature=1.0,
         max_tokens=256,

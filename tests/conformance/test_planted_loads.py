@@ -12,7 +12,7 @@ from agent_loop.engine import EngineError
 from async_rl.config import FLOAT32_MAX_K3
 from async_rl.controller.probe import MismatchError
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest
-from tests.conformance.planted import FAULT
+from tests.conformance.planted import FAULT, PARTLY_WRONG, TRADED
 from tests.conformance.probes import VllmProbe
 from tests.conformance.scored import ScoresOfTruth, probe_of
 
@@ -52,9 +52,37 @@ async def test_a_load_that_changed_no_parameters_is_refused(
         await tested.replica.resume()
 
 
-async def test_a_checksum_is_of_the_weights_and_changes_with_swapped_tensors(tested: EngineUnderTest, plant: Plant):
+async def accepted(tested: EngineUnderTest, plant: Plant) -> list[str]:
+    """Faults in single parameters that a load of version 1 after version 0 accepts, or refuses without a name."""
+    found: list[str] = []
+    await tested.replica.pause()
+    for fault in PARTLY_WRONG:
+        await plant("")
+        await tested.load(0)
+        await plant(fault)
+        try:
+            await tested.load(1)
+            found.append(fault)
+        except EngineError as error:
+            if not all(part in str(error) for part in ("replica-0: version 1", "made of model.")):
+                found.append(f"{fault}: {error}")
+    await plant("")
+    await tested.load(0)
+    await tested.resume()
+    return found
+
+
+async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(
+    tested: EngineUnderTest, plant: Plant
+):
+    assert await accepted(tested, plant) == []
+
+
+async def test_a_checksum_is_of_the_weights_and_changes_with_tensors_swapped_in_a_parameter(
+    tested: EngineUnderTest, plant: Plant
+):
     sums = [await tested.replica.checksum()]
-    for version, fault in ((1, ""), (0, ""), (1, "swapped")):
+    for version, fault in ((1, ""), (0, ""), (1, TRADED)):
         await plant(fault)
         await tested.publish(version=version)
         sums.append(await tested.replica.checksum())
@@ -62,13 +90,15 @@ async def test_a_checksum_is_of_the_weights_and_changes_with_swapped_tensors(tes
     assert len(set(sums)) == 3
 
 
-async def test_the_probe_finds_swapped_tensors_and_accepts_a_good_load(tested: EngineUnderTest, plant: Plant):
+async def test_the_probe_finds_tensors_swapped_in_a_parameter_and_accepts_a_good_load(
+    tested: EngineUnderTest, plant: Plant
+):
     probe, truth = probe_of(tested), ScoresOfTruth(tested, version=1)
     await tested.publish(version=1)
     probe.ask_all(version=1)
     assert await probe.compare(1, truth) <= FLOAT32_MAX_K3
     await tested.publish(version=0)
-    await plant("swapped")
+    await plant(TRADED)
     await tested.publish(version=1)
     probe.ask_all(version=1)
     with pytest.raises(MismatchError) as caught:

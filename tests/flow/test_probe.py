@@ -243,7 +243,7 @@ async def test_the_bound_of_a_bfloat16_run_is_ten_times_its_noise_from_the_secon
     probe = asked(*engines(1), prompts=1, dtype="bfloat16")
     assert await compare_in_turn(probe, ds=quiet) == pytest.approx([k3_of(d) for d in quiet], rel=1e-3)
     probe.ask_all(version=0)
-    with pytest.raises(MismatchError, match="fake-0.*version 0"):
+    with pytest.raises(MismatchError, match=r"fake-0.*version 0"):
         await probe.compare(0, Scores(d=0.07))
     assert 10 * k3_of(0.02) < k3_of(0.07) < 3 * 1e-3
 
@@ -259,21 +259,18 @@ async def test_a_first_probe_that_is_wrong_stops_a_bfloat16_run_or_sets_no_loose
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_without_the_engines_experts_a_few_tokens_may_differ_by_anything_and_more_may_not(dtype):
-    """Four sequences of 16 tokens: the largest eighth are 8 tokens."""
-    for tokens, d in ((8, 3.0), (16, 0.5)):
-        probe = asked(*engines(1), prompts=4, dtype=dtype, same_experts=False)
-        if tokens == 8:
-            assert await probe.compare(0, Scores(d=d, tokens=tokens)) == 0.0
-        else:
-            with pytest.raises(MismatchError):
-                await probe.compare(0, Scores(d=d, tokens=tokens))
-    for value in (math.nan, math.inf):
+async def test_without_the_engines_experts_a_quarter_of_the_tokens_may_differ_by_anything_and_more_may_not(dtype):
+    """Sequences have 16 tokens, and those of the first one differ: a quarter of four sequences, half of two."""
+    options = {"dtype": dtype, "same_experts": False}
+    assert await asked(*engines(1), prompts=4, **options).compare(0, Scores(d=3.0)) == 0.0
+    for prompts, scores, changed in (
+        (2, Scores(d=0.5), {}),
+        (4, Scores(d=3.0), {"same_experts": True}),
+        (4, Scores(d=math.nan, tokens=1), {}),
+        (4, Scores(d=math.inf, tokens=1), {}),
+    ):
         with pytest.raises(MismatchError):
-            probe = asked(*engines(1), prompts=4, dtype=dtype, same_experts=False)
-            await probe.compare(0, Scores(d=value, tokens=1))
-    with pytest.raises(MismatchError):
-        await asked(*engines(1), prompts=4, dtype=dtype).compare(0, Scores(d=3.0, tokens=8))
+            await asked(*engines(1), prompts=prompts, **(options | changed)).compare(0, scores)
 
 
 @pytest.mark.parametrize(

@@ -531,9 +531,9 @@ def kl_estimate(current: Tensor, reference: Tensor, estimator: KLEstimator) -> T
     On samples of the current policy, the gradient of k2 is the gradient of KL(current || reference), the gradient of k3
     is the gradient of KL(reference || current), and the gradient of k1 is zero in expectation.
 
-    k3 clamps log(reference / current) to 3 nat, so that a token counts at most 16.1 nat and has a gradient of at most 19.
-    Without the clamp one token of 20 nat would count 4.9e8 nat. Tokens above 3 nat have no gradient. verl also cuts k3,
-    at 10 nat, which is a log ratio of 2.6.
+    k3 clamps log(reference / current) to 3 nat, so that a token counts at most 16.1 nat and has a gradient of at most
+    19. Without the clamp one token of 20 nat would count 4.9e8 nat. Tokens above 3 nat have no gradient. verl cuts k3
+    at 10 nat, a log ratio of 2.6.
     """
     import torch
 

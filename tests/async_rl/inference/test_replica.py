@@ -69,10 +69,10 @@ class ScriptedBackend:
             await asyncio.Event().wait()
         if self.fault:
             raise self.fault
-        return [RankLoad({0: self.loads}, "names", {"w": self.loads})]
+        return [RankLoad({0: self.loads}, "names", {}, {"w": (self.loads, [])})]
 
     async def stage(self, update):
-        return [RankLoad({0: self.loads}, "names", {"w": self.loads})]
+        return [RankLoad({0: self.loads}, "names", {}, {"w": (self.loads, [])})]
 
     async def label(self, label):
         self.calls.append(label)
@@ -88,7 +88,7 @@ class ScriptedBackend:
 
 
 def started(**changes):
-    live = LiveWeights(dtype="float32", published={}, ranks=[{"w": FIRST.digest}])
+    live = LiveWeights(published={}, ranks=[{"w": (FIRST.digest, [])}])
     config = dataclasses.replace(CONFIG, **changes)
     return EngineReplica(ScriptedBackend(), config=config, name="r", weights=FIRST, live=live)
 

@@ -116,13 +116,14 @@ async def test_interpreter_with_another_sglang_or_none_is_refused(tmp_path):
             await check_version(fake)
 
 
-def ranks_with(*digests, checksums=({"w": "12"}, {"w": "34"})):
-    return [{"digest": digest, "checksums": checksums[rank]} for rank, digest in enumerate(digests)]
+def ranks_with(*digests):
+    return [{"digest": digest, "published": {}, "parameters": {"w": ["12", [7]]}} for digest in digests]
 
 
 def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
-    assert first_load({"hooks": hooks, "ranks": ranks_with("ab")}) == ("ab", [{"w": "12"}])
+    found = first_load({"hooks": hooks, "ranks": ranks_with("ab")})
+    assert (found.digest, found.live.without_equation) == ("ab", ["w"])
     with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
         first_load({})
     with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
@@ -132,11 +133,14 @@ def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
 
 
 LOADS = [
-    {"buckets": [[0, "ab"], [2, "cd"]], "names": "ef", "checksums": {"w": "12"}},
-    {"buckets": [[1, "gh"]], "names": "ef", "checksums": {"w": "34"}},
+    {"buckets": [[0, "ab"], [2, "cd"]], "names": "ef", "published": {"v": [[5]]}, "parameters": {"w": ["12", [7]]}},
+    {"buckets": [[1, "gh"]], "names": "ef", "published": {}, "parameters": {"w": ["34", [8]]}},
 ]
 REPORT = f"{REPORTED}{json.dumps(LOADS)}"
-RANKS = [RankLoad({0: "ab", 2: "cd"}, "ef", {"w": "12"}), RankLoad({1: "gh"}, "ef", {"w": "34"})]
+RANKS = [
+    RankLoad({0: "ab", 2: "cd"}, "ef", {"v": [[5]]}, {"w": ["12", [7]]}),
+    RankLoad({1: "gh"}, "ef", {}, {"w": ["34", [8]]}),
+]
 
 
 def test_reported_load_has_the_report_of_each_rank():
@@ -146,7 +150,7 @@ def test_reported_load_has_the_report_of_each_rank():
         {"success": False, "message": REPORT},
         {"success": True, "message": "Succeeded."},
         {"success": True, "message": None},
-        {"success": True, "message": f"{REPORTED}{json.dumps([LOADS[0], LOADS[1] | {'checksums': {}}])}"},
+        {"success": True, "message": f"{REPORTED}{json.dumps([LOADS[0], LOADS[1] | {'parameters': {}}])}"},
         {"success": True, "message": f"{REPORTED}[]"},
     ):
         with pytest.raises(ContractError):

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.inference.loads import RankLoad, difference
+from async_rl.inference.loads import RankLoad, difference, published_by
+from async_rl.weights.checksum import value_sums
 from async_rl.weights.digest import load_share
 from async_rl.weights.transport import update_files, write_update
 from tests.async_rl.weights.test_transport import FAULTS, TENSORS, missing, truncated
@@ -25,9 +26,13 @@ def loaded(update, *, ranks, take=lambda rank, tensors: list(tensors)):
     took, reports = [], []
     for rank in range(ranks):
         report = load_share(
-            update_files(update.path), lambda tensors, r=rank: took.append(take(r, tensors)), rank=rank, ranks=ranks
+            update_files(update.path),
+            lambda tensors, r=rank: took.append(take(r, tensors)),
+            sums=lambda tensor: [value_sums(tensor)],
+            rank=rank,
+            ranks=ranks,
         )
-        reports.append(RankLoad.of(report | {"checksums": {}}))
+        reports.append(RankLoad.of(report | {"parameters": {}}))
     return took, reports
 
 
@@ -39,6 +44,7 @@ def test_each_bucket_is_hashed_by_one_rank_and_each_rank_loads_all(tmp_path, ran
     assert all(torch.equal(tensor, MANY[name]) for tensors in took for name, tensor in tensors)
     assert sorted(number for report in reports for number in report.buckets) == [0, 1, 2, 3]
     assert difference(update, reports) is None
+    assert published_by(reports) == {name: [value_sums(tensor)] for name, tensor in MANY.items()}
 
 
 @given(ranks=st.integers(1, 4), data=st.data())
@@ -74,14 +80,14 @@ def test_a_file_that_is_cut_or_missing_is_named(tmp_path, fault, rank):
     files = update_files(update.path)
     fault(files[1])
     with pytest.raises(OSError, match="bucket-00001"):
-        load_share(files, list, rank=rank, ranks=2)
+        load_share(files, list, sums=value_sums, rank=rank, ranks=2)
 
 
 def test_a_bucket_that_no_rank_has_hashed_or_that_was_not_published_is_named(tmp_path):
     update = published(tmp_path)
     _, (first, second) = loaded(update, ranks=2)
     assert "no rank" in difference(update, [first]) and "bucket 1 " in difference(update, [first])
-    more = RankLoad({**second.buckets, 9: "ab"}, second.names, {})
+    more = RankLoad({**second.buckets, 9: "ab"}, second.names, {}, {})
     assert "bucket 9 " in difference(update, [first, more])
 
 
@@ -91,4 +97,4 @@ def test_an_error_of_the_loader_ends_the_load(tmp_path):
         raise ValueError("a shape")
 
     with pytest.raises(ValueError, match="a shape"):
-        load_share(update_files(published(tmp_path).path), load, rank=0, ranks=1)
+        load_share(update_files(published(tmp_path).path), load, sums=value_sums, rank=0, ranks=1)

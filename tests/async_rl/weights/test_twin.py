@@ -4,7 +4,7 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from async_rl.weights.checksum import model_checksums
+from async_rl.weights.checksum import model_contents
 from async_rl.weights.twin import Staging, Twin
 
 
@@ -75,9 +75,9 @@ def test_a_twin_shares_no_weights_and_an_exchange_swaps_all_of_them():
     load(twin.model, 2.0)
     assert output(model) == [7.0]
     for value in (3.0, 4.0, 5.0):
-        sums, replaced = model_checksums(twin.model), output(model)
+        sums, replaced = model_contents(twin.model), output(model)
         twin.exchange()
-        assert model_checksums(model) == sums
+        assert model_contents(model) == sums
         load(twin.model, value)
         assert output(model) == [7.0 * (value - 1)] != replaced
     assert model.layers[0].calls == 7, "what is no weight stays"
