@@ -61,13 +61,14 @@ Pair = tuple[Taken, Taken]  # without and with checksums
 class SwitchedLoads(LoadsUpdates):
     """vLLM's side: loads that leave the checksums out after `compute_checksums(False)`."""
 
-    originals: tuple[Any, Any] | None = None
+    originals: tuple[Any, ...] | None = None
 
     def compute_checksums(self, on: bool) -> None:
         cpu: Any = importlib.import_module("async_rl.compat.vllm")  # imports vLLM, which this process does not
-        first = SwitchedLoads.originals = SwitchedLoads.originals or (vllm_worker.model_checksums, cpu.checksum)
-        without = (lambda model: load_checks_sglang.no_checksums(), lambda tensor: str(time.perf_counter_ns()))
-        vllm_worker.model_checksums, cpu.checksum = first if on else without
+        parts = (vllm_worker.model_contents, vllm_worker.sums_for, cpu.content)
+        first = SwitchedLoads.originals = SwitchedLoads.originals or parts
+        without = (*load_checks_sglang.WITHOUT, lambda tensor: load_checks_sglang.no_content())
+        vllm_worker.model_contents, vllm_worker.sums_for, cpu.content = first if on else without
 
 
 async def start(config: RunConfig, *, checkpoint: Path, folder: Path) -> tuple[Any, Switch]:

@@ -76,12 +76,11 @@ class LiveWeights:
         """
         forms, refused, dropped = dict[_Place, list[_Form]](), dict[_Place, list[_Form]](), set[_Part]()
         for place, candidates in self._forms.items():
-            total = _live(place, ranks)
-            if held := [form for form in candidates if total in _totals(form, published)]:
+            if held := [form for form in candidates if _live(place, ranks) in _totals(form, published)]:
                 forms[place] = held
-            elif self._is_wrong(place, candidates, total, published):
+            elif len(candidates) == 1 and all(_live(place, was) for _, was in self._loads):
                 refused[place] = candidates
-            else:
+            else:  # several tensors had the same values, or only zeros: the right one may be no candidate
                 dropped.update(place[0])
         forms = {place: held for place, held in forms.items() if dropped.isdisjoint(place[0])}
         forms |= _forms(published, ranks, known=forms | refused)
@@ -91,19 +90,6 @@ class LiveWeights:
             self._loads.append((published, ranks))
             self._forms = forms
         return wrong
-
-    def _is_wrong(self, place: _Place, candidates: Sequence[_Form], total: int | None, published: Published) -> bool:
-        """Whether a parameter should hold one of `candidates`, none of which has its sum.
-
-        If several tensors had the same values, or all were 0, the right one may be missing among the candidates. Then
-        the parameter is wrong only if it has not changed and all candidates have.
-        """
-        before = [_live(place, ranks) for _, ranks in self._loads]
-        if total is None or (len(candidates) == 1 and 0 not in before):
-            return True
-        return total in before and not any(
-            _totals(form, given) & _totals(form, published) for form in candidates for given, _ in self._loads
-        )
 
     def _unchanged(
         self, published: Published, ranks: Sequence[Rank], forms: Mapping[_Place, Sequence[_Form]]

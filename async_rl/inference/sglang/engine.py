@@ -259,8 +259,8 @@ async def start_sglang(
             backend = SglangBackend(
                 server, config=config, name=name, info=info, capture_routing=capture_routing, shapes=shapes
             )
-            first = first_load(server.report)
-            weights = WeightVersion(0, first.digest)
+            digest, live = first_load(server.report)
+            weights = WeightVersion(0, digest)
             await backend.label(weight_label(weights))
             stack.pop_all()
     except TimeoutError as error:
@@ -274,5 +274,5 @@ async def start_sglang(
         config=config,
         name=name,
         weights=weights,
-        live=first.live,
+        live=live,
     )

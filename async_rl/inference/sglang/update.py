@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes
 from async_rl.inference.loads import RankLoad, first_weights
@@ -65,17 +65,8 @@ def check_update(update: WeightUpdate, expected: Shapes) -> None:
             raise ContractError(f"{what} has {name} of shape {list(shape)}; the checkpoint has {list(expected[name])}")
 
 
-class FirstLoad(NamedTuple):
-    """The server's load at its start."""
-
-    digest: str
-    """Digest of all tensors that each rank loaded."""
-    live: LiveWeights
-    """Content of its model."""
-
-
-def first_load(report: Mapping[str, Any]) -> FirstLoad:
-    """The server's load at its start.
+def first_load(report: Mapping[str, Any]) -> tuple[str, LiveWeights]:
+    """Digest of all tensors that each rank loaded at the start of the server, and the content of its model.
 
     Args:
         report: see `SglangServer.report`.
@@ -93,7 +84,7 @@ def first_load(report: Mapping[str, Any]) -> FirstLoad:
     if len(digests) != 1 or not digests[0]:
         raise ContractError(f"the ranks of the server loaded weights with the digests {', '.join(digests)}")
     _check_parameters(report["ranks"])
-    return FirstLoad(digests[0], first_weights(report["ranks"]))
+    return digests[0], first_weights(report["ranks"])
 
 
 def reported_load(answer: Any) -> list[RankLoad]:

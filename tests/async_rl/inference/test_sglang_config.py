@@ -122,8 +122,8 @@ def ranks_with(*digests):
 
 def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
     hooks = [f"sglang.srt.{hook}" for hook in HOOKS]
-    found = first_load({"hooks": hooks, "ranks": ranks_with("ab")})
-    assert (found.digest, found.live.without_equation) == ("ab", ["w"])
+    digest, live = first_load({"hooks": hooks, "ranks": ranks_with("ab")})
+    assert (digest, live.without_equation) == ("ab", ["w"])
     with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
         first_load({})
     with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
