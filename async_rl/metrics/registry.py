@@ -123,7 +123,11 @@ METRICS: dict[str, Metric] = {
     **_filter_metrics("clip", _FILTERS["clip"]),
     **_filter_metrics("truncate", _FILTERS["truncate"]),
     **_filter_metrics("mask", _FILTERS["mask"]),
-    "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference)"),
+    "kl/reference": Metric(
+        "mean",
+        "nat",
+        "mean k3 estimate of KL(current || reference), log ratios cut at 3 nat",
+    ),
     "kl/proximal": Metric("mean", "nat", "loss.kl_in=reward: log(proximal / reference), mean over tokens in the loss"),
     "kl/penalty": Metric("mean", "reward", "loss.kl_in=reward: mean over trajectories, subtracted from the reward"),
     "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
