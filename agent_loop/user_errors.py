@@ -5,6 +5,9 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import cast
+
+from agent_loop.text import safe_text
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("agent_loop", "async_rl", "message_queue"))
@@ -24,9 +27,19 @@ class DescribedError(Exception):
     """An error in another process. Its text is that of `describe_error` there, as the frames do not travel."""
 
 
-def describe_error(error: BaseException) -> str:
-    """`ValueError: text (file:line in function)`, on one line."""
-    if isinstance(error, DescribedError):
-        return str(error)
-    line = user_line(error)
-    return " ".join(f"{type(error).__name__}: {error}".split()) + (f" ({line})" if line else "")
+class LeakedError(Exception):
+    """User code let out a cancel that nobody had asked for, `sys.exit` or the like; `__cause__` has it."""
+
+
+def describe_error(error: BaseException, *, with_line: bool = True) -> str:
+    """`ValueError: text (file:line in function)`, on one line, as UTF-8 can hold it. For a group, its first error."""
+    while isinstance(error, BaseExceptionGroup) or (isinstance(error, LeakedError) and error.__cause__ is not None):
+        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else cast(BaseException, error.__cause__)
+    try:
+        text = str(error)
+    except Exception as broken:  # noqa: BLE001 - a user wrote the method
+        text = f"(its text cannot be shown: {type(broken).__name__})"
+    if not isinstance(error, DescribedError):
+        line = user_line(error) if with_line else ""
+        text = " ".join(f"{type(error).__name__}: {text}".split()) + (f" ({line})" if line else "")
+    return safe_text(text)

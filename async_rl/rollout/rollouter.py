@@ -367,9 +367,7 @@ class Rollouter:
 
 def failure_text(error: BaseException) -> str:
     """One line: kind and text of the error that failed a rollout, with the user's file and line."""
-    if isinstance(error, RolloutError):  # its text has them
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return describe_error(error)
+    return describe_error(error, with_line=not isinstance(error, RolloutError))  # whose text has them
 
 
 def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tuple[str, list[dict[str, object]]]:
