@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from agent_loop.boundary import slot
 from agent_loop.reward import Completion, RewardFunction
 from agent_loop.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python
 
@@ -57,7 +58,7 @@ def code_answer(
         limits: bounds of each test and of the answer. `wall_s` is for all tests of a completion together: tests not run
             by then have failed.
         at_once: completions that are tested at once in each rollout worker; None is the number of cores. Others wait,
-            and `rollout.limits.reward_timeout_s` includes the wait.
+            and `rollout.limits.reward_timeout_s` does not include the wait.
 
     Raises:
         SandboxError: programs cannot be isolated on this machine.
@@ -71,7 +72,7 @@ def code_answer(
         blocks = _BLOCK.findall(completion.text)
         if not blocks:
             return 0.0
-        async with slots:
+        async with slot(slots):
             passed = await _count_passed(blocks[-1], wanted, limits=bounds, all_tests=partial)
         return passed / len(wanted) if partial else float(passed == len(wanted))
 

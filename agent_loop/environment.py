@@ -16,9 +16,7 @@ runs in a thread.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,14 +25,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from agent_loop.boundary import UserObject
 from agent_loop.chat import Chat
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.functions import call_function, check_columns, named_parameters
+from agent_loop.functions import check_columns, named_parameters
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.timeline import timed
+from agent_loop.reward import number_or_nan
 from agent_loop.tools import PauseGate
-from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 
@@ -95,17 +93,11 @@ class EnvironmentClass:
         Raises:
             RolloutError: it cannot be made or reset. An error of `close` is only logged.
         """
-        environment = OpenEnvironment(self.name, prompt, timeout_s=timeout_s)
         available = {**prompt.target, "prompt": prompt}
-        try:
-            await environment.make(self._factory)
+        async with UserObject.opened(self._factory, "environment", self.name, prompt, timeout_s=timeout_s) as owner:
+            environment = OpenEnvironment(owner, self.name, prompt)
             await environment.reset({name: available[name] for name in self._columns if name in available})
             yield environment
-        finally:
-            try:
-                await environment.call("close", {})
-            except RolloutError as error:  # the rollout has ended, and its end stays
-                logging.getLogger(__name__).warning("%s", error)
 
 
 class OpenEnvironment:
@@ -116,21 +108,15 @@ class OpenEnvironment:
         reward: sum over the steps.
     """
 
-    def __init__(self, name: str, prompt: Prompt, *, timeout_s: float) -> None:
+    def __init__(self, owner: UserObject, name: str, prompt: Prompt) -> None:
         self.messages: Sequence[Message] = prompt.messages
         self.reward = 0.0
+        self._owner = owner
         self._name = name
-        self._prompt = prompt
-        self._timeout_s = timeout_s
-        self._made: Any = None
-
-    async def make(self, factory: Callable[[], Any]) -> None:
-        """Make the object, in a thread."""
-        self._made = await self._guarded("__init__", factory, {})
 
     async def reset(self, columns: Mapping[str, Any]) -> None:
         """Start the rollout."""
-        self.messages = await self.call("reset", columns) or self._prompt.messages
+        self.messages = await self._owner.call("reset", columns) or self.messages
 
     async def step(self, text: str) -> Step:
         """The answer to a turn; its reward is added.
@@ -138,35 +124,12 @@ class OpenEnvironment:
         Raises:
             RolloutError: it failed, took too long, or is no Step with a finite reward.
         """
-        step = await self.call("step", {"text": text})
-        if not isinstance(step, Step) or not math.isfinite(step.reward):
+        step = await self._owner.call("step", {"text": text})
+        reward = number_or_nan(step.reward) if isinstance(step, Step) else math.nan
+        if not math.isfinite(reward):
             raise RolloutError(f"step of {self._name} returned {step!r}; return a Step with a finite reward")
-        self.reward += step.reward
+        self.reward += reward
         return step
-
-    async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
-        """The result of a method; None if the environment does not have it.
-
-        Raises:
-            RolloutError: it failed or took too long.
-        """
-        function = getattr(self._made, method, None)
-        return None if function is None else await self._guarded(method, function, arguments)
-
-    async def _guarded(self, method: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        there = f"{method} of environment {self._name} in a rollout of prompt {self._prompt.index}"
-        deadline = asyncio.timeout(self._timeout_s)
-        try:
-            async with deadline:
-                with timed("tool", name=f"{self._name}.{method}"):
-                    return await call_function(function, arguments)
-        except RolloutError:
-            raise
-        except Exception as error:
-            cause = f"failed: {describe_error(error)}"
-            if isinstance(error, TimeoutError) and deadline.expired():
-                cause = f"took more than {self._timeout_s:g} s (limits.tool_timeout_s)"
-            raise RolloutError(f"{there} {cause}") from error
 
 
 class EnvironmentLoop:

@@ -20,10 +20,11 @@ from copy import copy
 from functools import partial
 from typing import Any, cast
 
+from agent_loop.boundary import call_function
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, RewardFunction, Score
 from agent_loop.tools import ToolError
-from agent_loop.user_errors import DescribedError, describe_error
+from agent_loop.user_errors import describe_error
 
 
 class FunctionTool:
@@ -77,19 +78,27 @@ class FunctionTool:
         self.parameters: Mapping[str, Any] = schema
         self.is_async = inspect.iscoroutinefunction(function)
         self._first: tuple[Any, ...] = ()
+        self._turn: asyncio.Lock | None = None
 
-    def of(self, owner: object) -> FunctionTool:
-        """The tool of one object, for the tool of a method."""
+    def of(self, owner: object, *, turn: asyncio.Lock) -> FunctionTool:
+        """The tool of one object, for the tool of a method. Calls with the same `turn` are made one after the other.
+
+        One in a thread cannot be stopped, and keeps the others out until it ends, also if it was given up.
+        """
         tool = copy(self)
-        tool._first = (owner,)
+        tool._first, tool._turn = (owner,), turn
         return tool
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
         """See `agent_loop.tools.Tool`."""
         from pydantic import ValidationError
 
+        function, ended = partial(self._call, *self._first), lambda: None
+        if self._turn is not None:
+            await self._turn.acquire()
+            ended = self._turn.release
         try:
-            result = await call_function(partial(self._call, *self._first), arguments, is_async=self.is_async)
+            result = await call_function(function, arguments, is_async=self.is_async, ended=ended)
         except ValidationError as error:
             if error.title != getattr(self._call, "__qualname__", error.title):
                 raise
@@ -173,30 +182,6 @@ def weighted(
         if not callable(function) or not isinstance(weight, int | float):
             raise ValueError(f"reward {name} is {(weight, function)}; give a function, or (weight, function)")
     return found
-
-
-async def call_function(
-    function: Callable[..., Any], arguments: Mapping[str, Any], *, is_async: bool | None = None
-) -> Any:
-    """The result of a function of the user; one that is not `async` runs in a thread.
-
-    Raises:
-        DescribedError: it called `sys.exit`, which would end the event loop.
-    """
-    try:
-        if inspect.iscoroutinefunction(function) if is_async is None else is_async:
-            return await function(**arguments)
-        return await asyncio.to_thread(_call, function, arguments)
-    except SystemExit as error:
-        raise DescribedError(describe_error(error)) from error
-
-
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """In the thread: the result."""
-    try:
-        return function(**arguments)
-    except StopIteration as error:  # a future cannot hold it, so that the caller would wait until its time-out
-        raise DescribedError(describe_error(error)) from error
 
 
 def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:

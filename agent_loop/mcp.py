@@ -25,10 +25,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from agent_loop.boundary import OvertimeError, boundary
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.tools import Tool, ToolError
+from agent_loop.user_errors import describe_error
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -147,29 +150,33 @@ class McpServer:
         return Client(transport, mode="auto" if self.repeatable is None else "legacy", cache=None)
 
     async def _list(self) -> list[McpTool]:
-        session, found = McpSession(self), list[McpTool]()
+        session = McpSession(self)
         try:
-            async with asyncio.timeout(LIST_S):
-                client, cursor = await session.client(), None
-                for _ in range(MAX_PAGES):
-                    page = await client.list_tools(cursor=cursor)
-                    found += [
-                        McpTool(name=one.name, description=one.description or "", parameters=one.input_schema)
-                        for one in page.tools
-                    ]
-                    if not (cursor := page.next_cursor):
-                        return found
-                raise ValueError(f"mcp server {self.name} lists more than {MAX_PAGES} pages of tools")
+            return await boundary(partial(self._pages, session), name=self.name, timeout_s=LIST_S)
         except ImportError as error:
             raise ValueError(f"mcp cannot be imported ({error}); pip install 'async-rl[mcp]'") from error
-        except TimeoutError as error:
+        except OvertimeError as error:
             raise ValueError(session.report(f"lists no tools in {LIST_S:g} s")) from error
         except (RolloutError, OSError) as error:
             raise ValueError(str(error)) from error
         except Exception as error:
-            raise ValueError(session.report(f"lists no tools ({type(error).__name__}: {error})")) from error
+            raise ValueError(session.report(f"lists no tools ({describe_error(error, with_line=False)})")) from error
         finally:
             await session.close()
+
+    async def _pages(self, session: McpSession) -> list[McpTool]:
+        """All tools of the server."""
+        found = list[McpTool]()
+        client, cursor = await session.client(), None
+        for _ in range(MAX_PAGES):
+            page = await client.list_tools(cursor=cursor)
+            found += [
+                McpTool(name=one.name, description=one.description or "", parameters=one.input_schema)
+                for one in page.tools
+            ]
+            if not (cursor := page.next_cursor):
+                return found
+        raise ValueError(f"mcp server {self.name} lists more than {MAX_PAGES} pages of tools")
 
     def _chosen(self, found: Sequence[McpTool], only: Sequence[str] | None) -> list[McpTool]:
         names = [tool.name for tool in found]
@@ -288,7 +295,7 @@ class McpSession:
                 await asyncio.wait([self._task], timeout=2 * CLOSE_S)
         finally:
             self._task.cancel()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task], timeout=2 * CLOSE_S)
 
     async def _hold(self) -> None:
         try:
@@ -297,18 +304,12 @@ class McpSession:
                 await self._ends.wait()
         except ImportError as error:
             self._client.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - groups of any kind, which the calls report
-            cause = _first(error)
-            self._cause = f" ({type(cause).__name__}: {cause})"
+        except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - the calls report it
+            self._cause = f" ({describe_error(error, with_line=False)})"
         finally:
             self._ends.set()
             if not self._client.done():
                 self._client.set_exception(RolloutError(self.report("cannot be reached")))
-
-
-def _first(error: Exception) -> Exception:
-    """The first error in nested groups."""
-    return _first(cast(ExceptionGroup[Exception], error).exceptions[0]) if isinstance(error, ExceptionGroup) else error
 
 
 def _text_of(result: CallToolResult) -> str:

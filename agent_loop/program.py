@@ -15,17 +15,21 @@ import contextlib
 import json
 import math
 import os
+import reprlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from tempfile import TemporaryFile
+from typing import IO, Any, Protocol
 
+from agent_loop.boundary import OvertimeError, boundary, call_function
 from agent_loop.chat import Chat
 from agent_loop.conversation import openai_message
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.reward import Completion, Reward, Score, score_in_time
+from agent_loop.reward import Completion, Reward, Score, number_or_nan, score_in_time
 from agent_loop.session import AgentSession, CallRefused, TurnReader
 from agent_loop.user_errors import describe_error
 from message_queue.tokens import StopReason
@@ -44,8 +48,10 @@ class ModelAccess:
     """Model name."""
 
 
-Program = Callable[[Prompt, ModelAccess], Awaitable[Any]]
-"""Runs one rollout. Returns the reward, a mapping agent -> reward, or None if the session or the task gives it."""
+Program = Callable[[Prompt, ModelAccess], Any]
+"""Runs one rollout; in a thread if it is not `async`.
+
+Returns the reward, a mapping agent -> reward, or None if the session or the task gives it."""
 
 
 async def external(prompt: Prompt, model: ModelAccess) -> None:
@@ -59,7 +65,7 @@ def command(*arguments: str) -> Program:
     It reads the prompt from its standard input, `{"messages": [{"role": ..., "content": ...}], "target": {...}}`. The
     clients of OpenAI and Anthropic find base URL and key in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`,
     `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`); `MODEL` is the name of the model. If the last line of its output is a
-    number, that is the reward. The process and all that it started end with the rollout.
+    number, that is the reward. All that the process started ends with it.
 
     Args:
         arguments: path or name of the program, and its arguments.
@@ -67,36 +73,42 @@ def command(*arguments: str) -> Program:
 
     async def run(prompt: Prompt, access: ModelAccess) -> float | None:
         url, key = access.base_url, access.api_key
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env=os.environ
-            | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
-            | {"MODEL": access.model},
-        )
+        variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": key}
         messages = [openai_message(message) for message in prompt.messages]
-        given = json.dumps({"messages": messages, "target": dict(prompt.target)})
-        try:
-            output, errors = await process.communicate(given.encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        if process.returncode != 0:
-            end = errors.decode(errors="replace").strip()[-MAX_ERROR:]
-            raise RuntimeError(f"{arguments[0]} ended with exit code {process.returncode}: {end}")
-        try:
-            return float(output.split(b"\n")[-2 if output.endswith(b"\n") else -1])
-        except (ValueError, IndexError):
-            return None
+        with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:  # pipes have other holders
+            given.write(json.dumps({"messages": messages, "target": dict(prompt.target)}).encode())
+            given.seek(0)
+            process = await asyncio.create_subprocess_exec(
+                *arguments,
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+                env=os.environ | variables | {"MODEL": access.model},
+            )
+            try:
+                code = await process.wait()
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+            if code != 0:
+                raise RuntimeError(f"{arguments[0]} ended with exit code {code}: {_end(errors, MAX_END).strip()}")
+            try:
+                return float(_end(output, MAX_END).removesuffix("\n").rpartition("\n")[2])
+            except ValueError:
+                return None
 
     return run
 
 
-MAX_ERROR = 500  # characters of the error output of a program in an error
+def _end(file: IO[bytes], count: int) -> str:
+    """The last bytes of a file that a process may still write to."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), count, max(0, size - count)).decode(errors="replace")
+
+
+MAX_END = 500  # bytes of the output of a program that are read, from its end
 
 
 class Gateway(Protocol):
@@ -200,18 +212,14 @@ class ProgramLoop:
         """
         if self._program is external:
             await self._gateway.offer(calls, prompt)
-            running = asyncio.ensure_future(calls.ended.wait())
+            work: Callable[[], Awaitable[Any]] = calls.ended.wait
         else:
-            running = asyncio.ensure_future(self._program(prompt, access))
+            work = partial(call_function, partial(self._program, prompt, access), {})
+        name, limit_s = f"the agent program of prompt {prompt.index}", self._limits.agent_timeout_s
+        running = asyncio.create_task(boundary(work, name=name, timeout_s=limit_s))
         failed = asyncio.create_task(calls.until_failed())
         try:
-            async with asyncio.timeout(self._limits.agent_timeout_s):
-                await asyncio.wait((running, failed), return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError as error:
-            raise RolloutError(
-                f"the agent program of prompt {prompt.index} did not end in {self._limits.agent_timeout_s:g} s "
-                "(rollout.limits.agent_timeout_s)"
-            ) from error
+            await asyncio.wait((running, failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             failed.cancel()
             if not running.done():
@@ -220,13 +228,16 @@ class ProgramLoop:
         if calls.failure is not None:
             raise calls.failure
         try:
-            return None if self._program is external else running.result()
+            returned = await running
+            return None if self._program is external else returned
         except RolloutError:
             raise
+        except OvertimeError as error:
+            raise RolloutError(f"{name} did not end in {limit_s:g} s (rollout.limits.agent_timeout_s)") from error
         except Exception as error:
             if calls.is_full:
                 return None  # a program may raise when its conversation is cut off
-            raise RolloutError(f"the agent program of prompt {prompt.index} failed: {describe_error(error)}") from error
+            raise RolloutError(f"{name} failed: {describe_error(error)}") from error
 
     def _reported(self, prompt: Prompt, returned: Any, calls: AgentSession) -> Mapping[str, float]:
         """What the program returned, else what was reported to the session; keys as in `AgentSession.rewards`."""
@@ -234,10 +245,12 @@ class ProgramLoop:
             reported = calls.rewards if returned is None else calls.named(returned)
         except CallRefused as error:
             raise RolloutError(f"the agent program of prompt {prompt.index} returned a {error}") from error
-        for value in reported.values():
-            if not _is_number(value):
-                raise RolloutError(f"the reward of prompt {prompt.index} is {value!r}; rewards are finite numbers")
-        return reported
+        numbers = {agent: number_or_nan(value) for agent, value in reported.items()}
+        for agent, number in numbers.items():
+            if not math.isfinite(number):
+                shown = reprlib.repr(reported[agent])
+                raise RolloutError(f"the reward of prompt {prompt.index} is {shown}; rewards are finite numbers")
+        return numbers
 
     async def _score(
         self, prompt: Prompt, reported: Mapping[str, float], calls: AgentSession, stop_reason: StopReason
@@ -271,8 +284,3 @@ class ProgramLoop:
             if agent not in reported and "" not in reported:
                 raise RolloutError(f"the rollout of prompt {prompt.index} has no reward for agent {agent!r}")
         return {agent: reported[agent if agent in reported else ""] for agent in trained}
-
-
-def _is_number(value: object) -> bool:
-    """Of a program, which may return anything."""
-    return isinstance(value, int | float) and math.isfinite(value)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable
 
+from agent_loop.boundary import slot
 from agent_loop.functions import FunctionTool
 from agent_loop.loop import RolloutError
 from agent_loop.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
@@ -19,7 +20,7 @@ def python_tool(*, limits: SandboxLimits = LIMITS, at_once: int | None = None) -
     Args:
         limits: of each call.
         at_once: calls that run at once in each rollout worker; None is the number of cores. Others wait, and
-            `rollout.limits.tool_timeout_s` includes the wait.
+            `rollout.limits.tool_timeout_s` does not include the wait.
 
     Raises:
         SandboxError: programs cannot be isolated on this machine.
@@ -59,7 +60,7 @@ def _runner(
     slots = asyncio.Semaphore(at_once or os.cpu_count() or 1)
 
     async def run(source: str) -> str:
-        async with slots:
+        async with slot(slots):
             try:
                 return _shown(await program(source, limits=limits), limits)
             except SandboxError as error:

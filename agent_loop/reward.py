@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
+from agent_loop.boundary import OvertimeError, boundary
 from agent_loop.loop import Message, Prompt, RolloutError
 from agent_loop.timeline import timed
 from agent_loop.user_errors import describe_error
@@ -66,20 +66,29 @@ async def score_in_time(reward: Reward, prompt: Prompt, *, completion: Completio
     Raises:
         RewardError: no score in time, an exception, or a score that is not finite.
     """
-    deadline = asyncio.timeout(timeout_s)
     try:
-        async with deadline:
-            with timed("reward"):
-                found = await reward.score(prompt, completion=completion)
-            score = found if isinstance(found, Score) else Score(float(found))
+        with timed("reward"):
+            found = await boundary(
+                lambda: reward.score(prompt, completion=completion), name="the reward", timeout_s=timeout_s
+            )
+        score = found if isinstance(found, Score) else Score(found)
+        score = Score(float(score.value), {name: float(value) for name, value in score.parts.items()})
     except RewardError:
         raise
     except Exception as error:
         cause = describe_error(error)
-        if isinstance(error, TimeoutError) and deadline.expired():
+        if isinstance(error, OvertimeError):
             cause = f"no score in {timeout_s:g} s (limits.reward_timeout_s)"
         raise RewardError(f"reward of prompt {prompt.index} failed: {cause}") from error
     for name, value in (("", score.value), *((f" {name}", value) for name, value in score.parts.items())):
         if not math.isfinite(value):
             raise RewardError(f"reward{name} of prompt {prompt.index} is {value}; rewards are finite")
     return score
+
+
+def number_or_nan(value: object) -> float:
+    """A number of Python, numpy or torch as float; NaN for anything else, a text included."""
+    try:
+        return math.nan if isinstance(value, str | bytes) else float(cast(Any, value))
+    except Exception:  # noqa: BLE001 - conversion of a foreign object
+        return math.nan

@@ -6,22 +6,28 @@ Task(rewards={"right": math_answer(), "length": (0.5, overlong_penalty(max_token
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
 import multiprocessing
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
-from agent_loop.functions import call_function
+from agent_loop.boundary import call_function, function_name, report_late, slot, uncounted
 from agent_loop.loop import RolloutError
 from agent_loop.reward import Completion, RewardFunction
 from agent_loop.user_errors import DescribedError, describe_error
+
+START_S = 120.0  # for a process to start
 
 
 def exact_match(completion: Completion, answer: Any) -> bool:
@@ -125,7 +131,8 @@ def cosine_length(
 def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardFunction:
     """A reward function that runs in processes of its own, for one that needs the CPU for long.
 
-    The processes start at the first call. If one dies, the call fails and the next call starts new ones.
+    The processes start at the first calls. Calls that find none free wait, and `limits.reward_timeout_s` does not
+    include the wait. A process that dies, or whose call is late, is replaced.
 
     Args:
         function: reward function; it and its arguments are sent to the processes.
@@ -135,24 +142,59 @@ def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardF
         raise ValueError(f"processes is {processes}; must be at least 1")
     pickler: Any = cloudpickle  # by value: the function may be in a file that the processes cannot import
     sent = functools.cache(lambda: pickler.dumps(function))
-    pools: list[ProcessPoolExecutor] = []
+    slots, free, name = asyncio.Semaphore(processes), list[_Process](), function_name(function)
 
     @functools.wraps(function)
     async def call(**arguments: Any) -> Any:
-        if not pools:
-            pools.append(ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")))
-        pool = pools[0]
-        try:
-            result = await asyncio.get_running_loop().run_in_executor(pool, _run, sent(), arguments)
-        except BrokenProcessPool as error:
-            if pool in pools:
-                pools.remove(pool)
-            raise RolloutError(f"a process of reward {getattr(function, '__name__', '?')} died") from error
+        async with slot(slots):
+            process = free.pop() if free else _Process()
+            try:
+                result = await process.call(sent(), arguments)
+            except BaseException as error:
+                process.kill()
+                report_late(f"reward {name}", "its process is replaced")
+                if isinstance(error, BrokenProcessPool):
+                    raise RolloutError(f"a process of reward {name} died") from error
+                raise
+            free.append(process)
         if isinstance(result, DescribedError):
             raise result
         return result
 
     return call
+
+
+class _Process:
+    """A process that makes one call at a time."""
+
+    def __init__(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, mp_context=spawn, initializer=_end_with_worker)
+        self._pid = self._pool.submit(os.getpid)
+
+    async def call(self, function: bytes, arguments: Mapping[str, Any]) -> Any:
+        """See `_run`. BrokenProcessPool: the process died. TimeoutError: it did not start."""
+        with uncounted():
+            async with asyncio.timeout(START_S):
+                await asyncio.shield(asyncio.wrap_future(self._pid))
+        return await asyncio.wrap_future(self._pool.submit(_run, function, arguments))
+
+    def kill(self) -> None:
+        """End the process, also in the middle of a call or of its start."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pid.add_done_callback(_kill)
+
+
+def _end_with_worker() -> None:
+    """In the process: end it with the worker, also if that is killed."""
+    worker: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (worker.join(), os._exit(1)), daemon=True).start()
+
+
+def _kill(pid: Future[int]) -> None:
+    if not pid.cancelled() and pid.exception() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid.result(), signal.SIGKILL)
 
 
 def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:

@@ -17,17 +17,15 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
-from agent_loop.functions import FunctionTool, call_function, check_columns, named_parameters
-from agent_loop.loop import Prompt, RolloutError, StateLostError
+from agent_loop.boundary import UserObject
+from agent_loop.functions import FunctionTool, check_columns, named_parameters
+from agent_loop.loop import Prompt, StateLostError
 from agent_loop.mcp import McpServer
-from agent_loop.timeline import timed
 from agent_loop.tools import MalformedCall, Tool, ToolCall, ToolReply, ToolRunner, parse_tool_calls
-from agent_loop.user_errors import describe_error
 
 HOOKS = ("open", "close")
 
@@ -82,57 +80,10 @@ class ToolClass:
             RolloutError: the object cannot be made or opened. An error of `close` is only logged.
         """
         available = {**prompt.target, "prompt": prompt}
-        arguments = {name: available[name] for name in self._open if name in available}
-        owner: Any = None
-        try:
-            try:
-                owner = self._factory()
-                if hasattr(owner, "open"):
-                    async with asyncio.timeout(timeout_s):
-                        with timed("tool", name=f"{self.name}.open"):
-                            await call_function(owner.open, arguments)
-            except RolloutError:
-                raise
-            except Exception as error:
-                text = f"tool {self.name} of prompt {prompt.index} cannot be opened: {describe_error(error)}"
-                raise RolloutError(text) from error
+        async with UserObject.opened(self._factory, "tool", self.name, prompt, timeout_s=timeout_s) as owner:
+            await owner.call("open", {name: available[name] for name in self._open if name in available})
             turn = asyncio.Lock()
-            yield [_MethodTool(tool.of(owner), turn) for tool in self.tools]
-        finally:
-            if hasattr(owner, "close"):
-                await self._close(owner, timeout_s)
-
-    async def _close(self, owner: Any, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await call_function(owner.close, {})
-        except Exception as error:  # noqa: BLE001 - the rollout has ended, and its end stays
-            logging.getLogger(__name__).warning("close of tool %s failed: %s", self.name, describe_error(error))
-
-
-class _MethodTool:
-    """A Tool: a method of an object whose calls are made one after the other, in the order of the turn."""
-
-    def __init__(self, tool: FunctionTool, turn: asyncio.Lock) -> None:
-        self.name, self.description, self.parameters = tool.name, tool.description, tool.parameters
-        self._tool = tool
-        self._turn = turn
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        await self._turn.acquire()
-        call = asyncio.ensure_future(self._tool(arguments))
-        call.add_done_callback(self._ended)
-        try:
-            return await asyncio.shield(call)
-        except asyncio.CancelledError:
-            if self._tool.is_async:
-                call.cancel()  # one in a thread cannot be stopped, and keeps the others out until it ends
-            raise
-
-    def _ended(self, call: asyncio.Future[str]) -> None:
-        self._turn.release()
-        if not call.cancelled():
-            call.exception()
+            yield [tool.of(owner.made, turn=turn) for tool in self.tools]
 
 
 class RolloutTools:

@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
+from agent_loop.boundary import OvertimeError, boundary
 from agent_loop.loop import RolloutError
 from agent_loop.text import safe_text, safe_value
 from agent_loop.timeline import timed
@@ -275,21 +276,16 @@ class ToolRunner:
         if tool is None:
             return self._failure(f"there is no such tool; the tools are {', '.join(sorted(self._tools)) or 'none'}")
         await self._gate.passed()
-        deadline = asyncio.timeout(self._timeout_s)
         try:
-            async with deadline:
-                with timed("tool", name=tool.name):
-                    return ToolReply(await tool(call.arguments), failed=False)
+            with timed("tool", name=tool.name):
+                text = await boundary(lambda: tool(call.arguments), name=tool.name, timeout_s=self._timeout_s)
+            return ToolReply(text, failed=False)
         except RolloutError:
             raise
-        except ToolError as error:
+        except (ToolError, OvertimeError) as error:
             return self._failure(str(error))
-        except TimeoutError as error:
-            if deadline.expired():
-                return self._failure(f"{tool.name} gave no answer in {self._timeout_s:g} s")
-            return self._failure(f"{tool.name} failed ({type(error).__name__})")
         except Exception as error:  # noqa: BLE001 - a tool is foreign code: a bad call is data, not a crash
-            told = self._failure(f"{tool.name} failed ({type(error).__name__}: {error})")
+            told = self._failure(f"{tool.name} failed ({describe_error(error, with_line=False)})")
             return replace(told, error=f"{tool.name} failed: {describe_error(error)}")
 
     def _failure(self, cause: str) -> ToolReply:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from agent_loop.text import safe_text
 
@@ -28,13 +28,18 @@ class DescribedError(Exception):
 
 
 class LeakedError(Exception):
-    """User code let out a cancel that nobody had asked for, `sys.exit` or the like; `__cause__` has it."""
+    """User code let out a cancel that nobody had asked for, `sys.exit` or the like: its `__cause__`."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.__cause__ = cause
 
 
 def describe_error(error: BaseException, *, with_line: bool = True) -> str:
     """`ValueError: text (file:line in function)`, on one line, as UTF-8 can hold it. For a group, its first error."""
-    while isinstance(error, BaseExceptionGroup) or (isinstance(error, LeakedError) and error.__cause__ is not None):
-        error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else cast(BaseException, error.__cause__)
+    while isinstance(error, BaseExceptionGroup | LeakedError):
+        inside = cast(Any, error)
+        error = cast(BaseException, inside.__cause__ if isinstance(error, LeakedError) else inside.exceptions[0])
     try:
         text = str(error)
     except Exception as broken:  # noqa: BLE001 - a user wrote the method

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
 
+from agent_loop.boundary import boundary
 from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
 from agent_loop.timeline import Timeline, enclosing
@@ -253,6 +255,8 @@ class Rollouter:
                 raise fatal from None
             first = errors.exceptions[0]
             return f"rollout failed: prompt {prompt.index}: {failure_text(first)}"
+        if not all(trajectory.closed for trajectory in trajectories):
+            return f"rollout failed: prompt {prompt.index}: a rollout ended without closing its trajectory"
         left = _num_sound(trajectories)
         if left < min(2, self._n):
             return f"rollouts failed: {left} of {self._n} are left"
@@ -345,14 +349,14 @@ class Rollouter:
         group, trajectory = admission.group, trajectories[number]
         session, salt = session_name(group, number), f"v{admission.admitted_version}"
         try:
-            await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=salt)
+            await run_loop(self._loop, prompt, trajectory, session=session, cache_salt=salt)
         except StateLostError as error:
             self._note(f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}")
             if not is_retry:  # the failure before a retry has a reason of its own
                 await self._report_failed(prompt, admission, number, trajectory, error)
             self.tokens.add(group, -trajectory.num_sampled)
             trajectories[number] = self._watched(group, number, self._new_trajectory())
-            await self._loop.run(prompt, trajectory=trajectories[number], session=session, cache_salt=salt)
+            await run_loop(self._loop, prompt, trajectories[number], session=session, cache_salt=salt)
 
     def _bears_failure(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether a group continues without one of its rollouts."""
@@ -363,6 +367,19 @@ class Rollouter:
                 return True
             case "fill":
                 return len(trajectories) - self._n < self._failure.max_fills
+
+
+async def run_loop(loop: AgentLoop, prompt: Prompt, trajectory: Trajectory, *, session: str, cache_salt: str) -> None:
+    """Run an agent loop behind a boundary; see AgentLoop.run.
+
+    Raises:
+        RolloutError: the loop returned with an open trajectory.
+        LeakedError: it let out a cancel that nobody had asked for.
+    """
+    run = partial(loop.run, prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
+    await boundary(run, name=f"rollout {session}")
+    if not trajectory.closed:
+        raise RolloutError(f"the agent loop returned without closing the trajectory of prompt {prompt.index}")
 
 
 def failure_text(error: BaseException) -> str:

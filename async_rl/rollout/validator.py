@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from agent_loop.engine import EngineError
-from agent_loop.loop import AgentLoop, Prompt, RolloutError
+from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.text import safe_value
 from agent_loop.timeline import Timeline, enclosing
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
-from async_rl.rollout.rollouter import failure_text
+from async_rl.rollout.rollouter import failure_text, run_loop
 from message_queue.tokens import ContractError, RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 
@@ -67,9 +67,7 @@ class Validator:
         session = f"validation{number}-{place}"
         try:
             with self.timeline.span("validation", round=number, rollout=place) as span, enclosing(span):
-                await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
-            if not trajectory.closed:
-                raise RolloutError(f"the agent loop returned without closing the trajectory of prompt {prompt.index}")
+                await run_loop(self._loop, prompt, trajectory, session=session, cache_salt=session)
         except (EngineError, ContractError):
             raise
         except Exception as error:  # noqa: BLE001 - a failed rollout is data, for any error of the task

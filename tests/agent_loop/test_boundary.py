@@ -13,20 +13,14 @@ class Mute(Exception):
         return self.detail
 
 
-def leaked(cause):
-    error = LeakedError()
-    error.__cause__ = cause
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [
         (ValueError("smile \ud83d"), "ValueError: smile \ufffd"),
         (Mute(), "Mute: (its text cannot be shown: AttributeError)"),
-        (leaked(asyncio.CancelledError("a scope")), "CancelledError: a scope"),
+        (LeakedError(asyncio.CancelledError("a scope")), "CancelledError: a scope"),
         (ExceptionGroup("two", [ExceptionGroup("one", [KeyError("x")])]), "KeyError: 'x'"),
-        (leaked(BaseExceptionGroup("one", [SystemExit(3)])), "SystemExit: 3"),
+        (LeakedError(BaseExceptionGroup("one", [SystemExit(3)])), "SystemExit: 3"),
     ],
 )
 def test_every_error_has_a_text_that_can_be_written(error, text):
