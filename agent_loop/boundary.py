@@ -324,7 +324,7 @@ class UserObject:
             except BaseException as error:
                 if answer is not None and not answer.done():
                     answer.set_exception(error if isinstance(error, Exception) else LeakedError(error))
-                if isinstance(error, GeneratorExit):
+                if answer is None and isinstance(error, GeneratorExit):
                     raise
             while task.cancelling():
                 task.uncancel()

@@ -2,8 +2,12 @@
 
 import asyncio
 import functools
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from agent_loop.chat import Chat, ChatTemplateError
 from agent_loop.engine import SamplingConfig
@@ -189,7 +193,19 @@ async def test_an_error_fails_the_rollout_with_its_line_and_closes(failing, capl
     assert made.events[-1] == "close"
 
 
-@pytest.mark.parametrize("answer", [None, Step(reward=float("nan")), ("more", 0.0, False)])
+@pytest.mark.parametrize(
+    "reward",
+    [0.5, np.float32(0.5), np.array(0.5), Decimal("0.5"), torch.tensor(0.5), torch.tensor([0.5]), Fraction(1, 2)],
+)
+async def test_reward_of_a_step_is_a_number_of_any_library(reward):
+    made = fresh(step=lambda self, text: Step(reward=reward, done=True))
+    found = (await roll(make_loop(made, *TURNS))).reward
+    assert (found, type(found)) == (0.5, float)
+
+
+@pytest.mark.parametrize(
+    "answer", [None, Step(reward=float("nan")), Step(reward=None), Step(reward="0.5"), ("more", 0.0, False)]
+)
 async def test_an_answer_that_is_no_step_fails_the_rollout(answer):
     with pytest.raises(RolloutError, match="Step"):
         await roll(make_loop(fresh(step=lambda self, text: answer), *TURNS))

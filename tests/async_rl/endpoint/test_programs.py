@@ -1,20 +1,25 @@
 """Agent programs with the clients that people use, through the endpoint and the agent loop, on a fake engine."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import sys
+import threading
+from decimal import Decimal
 
 import aiohttp
 import anthropic
+import numpy as np
 import openai
 import psutil
 import pytest
+import torch
 
 from agent_loop.chat import Chat
 from agent_loop.engine import EngineError, SamplingConfig
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.program import ProgramLoop, command, external
+from agent_loop.program import ModelAccess, ProgramLoop, command, external
 from async_rl.endpoint.config import EndpointConfig
 from async_rl.endpoint.host import Sessions
 from async_rl.endpoint.turns import turn_reader
@@ -246,6 +251,45 @@ async def test_late_call_and_the_key_of_another_session_are_refused(sessions):
     await roll(keep_open, sessions)
 
 
+@pytest.mark.parametrize(
+    "reward", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), Decimal("0.5"), {"planner": torch.tensor(0.5)}]
+)
+async def test_reward_of_a_program_is_a_number_of_any_library(reward, sessions):
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+        return reward
+
+    found = (await roll(program, sessions)).reward
+    assert (found, type(found)) == (0.5, float)
+
+
+@pytest.mark.parametrize("reward", ["0.5", b"1", np.float32("nan"), [0.5], object()])
+async def test_reward_of_a_program_that_is_no_finite_number_fails_the_rollout(reward, sessions):
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+        return reward
+
+    with pytest.raises(RolloutError, match="rewards are finite numbers"):
+        await roll(program, sessions)
+
+
+async def test_program_that_is_not_async_runs_in_a_thread(sessions):
+    def program(prompt, access):
+        assert threading.current_thread() is not threading.main_thread()
+        return asyncio.run(with_openai(prompt, access))
+
+    assert (await roll(program, sessions)).reward == 1.0
+
+
+async def test_program_that_lets_out_a_cancel_is_a_failed_rollout(sessions):
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+        raise asyncio.CancelledError("Cancelled by cancel scope 7f00")
+
+    with pytest.raises(RolloutError, match="cancel scope 7f00"):
+        await roll(program, sessions)
+
+
 @pytest.mark.parametrize("how", ["raises", "no reward", "no call", "late"])
 async def test_program_that_fails_is_a_failed_rollout_with_a_reason(how, sessions):
     async def program(prompt, access):
@@ -330,14 +374,33 @@ assert answer.choices[0].message.tool_calls
 async def test_command_makes_calls_and_may_print_the_reward(end, reward, sessions, tmp_path):
     (tmp_path / "agent.py").write_text(CALL + end)
     program = command(sys.executable, str(tmp_path / "agent.py"))
-    trajectory = await roll(program, sessions, reward=FakeReward(value=0.5))
+    limits = dataclasses.replace(LIMITS, agent_timeout_s=120.0)  # a process imports for long on a busy machine
+    trajectory = await roll(program, sessions, reward=FakeReward(value=0.5), limits=limits)
     assert trajectory.reward == reward and trajectory.info["turns"] == 1
 
 
 async def test_command_that_fails_names_its_error(sessions, tmp_path):
     (tmp_path / "agent.py").write_text(CALL + "raise KeyError('oops')")
+    limits = dataclasses.replace(LIMITS, agent_timeout_s=120.0)
     with pytest.raises(RolloutError, match="KeyError: 'oops'"):
-        await roll(command(sys.executable, str(tmp_path / "agent.py")), sessions)
+        await roll(command(sys.executable, str(tmp_path / "agent.py")), sessions, limits=limits)
+
+
+@pytest.mark.parametrize("start", ["", "setsid"])
+async def test_command_is_not_waited_for_by_other_holders_of_its_output(start, tmp_path):
+    run = command("sh", "-c", f"{start} sleep 1000 & echo $! > {tmp_path}/pid; cat > /dev/null; echo said; echo 0.75")
+    access = ModelAccess(base_url="http://localhost", api_key="k", model="policy")
+    try:
+        assert await asyncio.wait_for(run(PROMPT, access), 60) == 0.75
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int((tmp_path / "pid").read_text())).kill()
+
+
+async def test_command_that_does_not_read_its_prompt_ends():
+    prompt = dataclasses.replace(PROMPT, target={"long": "x" * 1_000_000})
+    access = ModelAccess(base_url="http://localhost", api_key="k", model="policy")
+    assert await asyncio.wait_for(command("echo", "1.5")(prompt, access), 60) == 1.5
 
 
 async def test_command_ends_with_all_that_it_started(sessions, tmp_path):
