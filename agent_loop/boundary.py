@@ -69,8 +69,8 @@ class _Clock:
 
 _ENDLESS = _Clock(math.inf)
 _clock: ContextVar[_Clock] = ContextVar("clock", default=_ENDLESS)
-_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-_lost: Counter[str] = Counter()  # function -> calls that are left behind in threads
+_threads: WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[asyncio.Semaphore, Counter[str]]] = WeakKeyDictionary()
+"""Event loop -> slots for threads, and function -> calls that are left behind."""
 _left_behind = set[asyncio.Task[Any]]()  # tasks that ignored their cancel; the event loop holds no reference
 
 
@@ -203,12 +203,13 @@ async def call_function(
 
 async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], ended: Callable[[], None]) -> Any:
     name, loop = function_name(function), asyncio.get_running_loop()
+    slots, lost = _threads.setdefault(loop, (asyncio.Semaphore(MAX_THREADS), Counter()))
     work: Any = partial(copy_context().run, _call, function, arguments)
     running: asyncio.Future[tuple[Any, Exception | None]] | None = None
     try:
-        async with slot(_slots.setdefault(loop, asyncio.Semaphore(MAX_THREADS))):
-            if _lost[name] >= MAX_LOST:
-                raise RolloutError(f"{_lost[name]} calls of {name} have not returned; give its waits a time-out")
+        async with slot(slots):
+            if lost[name] >= MAX_LOST:
+                raise RolloutError(f"{lost[name]} calls of {name} have not returned; give its waits a time-out")
             try:
                 running = loop.run_in_executor(USER_THREADS, work)
             except RuntimeError as error:
@@ -219,9 +220,9 @@ async def _in_thread(function: Callable[..., Any], arguments: Mapping[str, Any],
         if running is None:
             ended()
         elif not running.done():
-            _lost[name] += 1
-            running.add_done_callback(lambda _: _lost.subtract((name,)))
-            report_late(name, f"its thread is replaced ({_lost[name]} calls of it are left behind)")
+            lost[name] += 1
+            running.add_done_callback(lambda _: lost.subtract((name,)))
+            report_late(name, f"its thread is replaced ({lost[name]} calls of it are left behind)")
     if failure is not None:
         raise failure
     return found

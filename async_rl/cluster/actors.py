@@ -21,6 +21,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from agent_loop.boundary import USER_THREADS
 from agent_loop.engine import EngineError
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
@@ -511,6 +512,7 @@ class RolloutHost:
         self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Mapping[str, ReplicaAddress]
     ) -> None:
         """Build the worker."""
+        asyncio.get_running_loop().set_default_executor(USER_THREADS)  # as user code may call asyncio.to_thread
         with no_collections():
             self.serve(*self._build(config, name=name, checkpoint=checkpoint, replicas=replicas))
         make_collections_rare()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
@@ -51,6 +52,7 @@ class DroppedGroup:
         return sum(tokens for tokens, _ in self.lengths)
 
 
+_DECODING = ThreadPoolExecutor(1, "failed-rollouts")
 OnFailed = Literal["drop", "rest", "fill"]
 OF_CODE = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, NotImplementedError),
@@ -325,7 +327,8 @@ class Rollouter:
     ) -> None:
         if self._decode is None:
             return
-        text, turns = await asyncio.to_thread(text_of, trajectory, self._decode)
+        loop = asyncio.get_running_loop()  # user code may have taken all threads of its default executor
+        text, turns = await loop.run_in_executor(_DECODING, text_of, trajectory, self._decode)
         self._failed(
             FailedRollout(
                 group=admission.group,

@@ -112,6 +112,8 @@ class Agent:
         match kind:
             case "agent fails":
                 raise RuntimeError("the agent is out of order")
+            case "agent lets out a cancel":
+                raise asyncio.CancelledError("of an inner scope")
             case "agent never ends":
                 await asyncio.sleep(NO_END_S)
             case _:

@@ -154,9 +154,14 @@ KINDS: dict[str, Kind] = {
     "agent fails": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
     "agent makes no call": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
     "agent never ends": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
+    # cancels, drawn apart
+    "tool lets out a cancel": Kind(points=("tool",), first=(0, 20)),
+    "reward lets out a cancel": Kind(points=("reward",), first=(0, 20), drops_group=True),
+    "agent lets out a cancel": Kind(points=("agent",), first=(0, 20), drops_group=True),
 }
 OF_AGENTS = [name for name, kind in KINDS.items() if kind.of_agents]
-OF_ALL = [name for name in KINDS if name not in (*OF_AGENTS, "successor dies")]
+CANCELS = [name for name in KINDS if name.endswith("lets out a cancel")]
+OF_ALL = [name for name in KINDS if name not in (*OF_AGENTS, *CANCELS, "successor dies")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,8 @@ class Scenario:
     """Seconds in which an engine loads weights."""
     tool_s: float
     """Seconds of a tool or a reward."""
+    blocks: bool
+    """Whether these block a thread."""
     faults: tuple[Fault, ...]
     """In the order in which they were drawn."""
 
@@ -291,6 +298,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         train_s=draw.choice((0.01, 0.3, 2.0)),
         load_s=draw.choice((0.01, 0.2, 1.0)),
         tool_s=draw.choice((0.01, 0.3)),
+        blocks=random.Random(f"threads of user code {seed}").random() < 0.5,
         faults=_draw_faults(draw, seed, replicas=replicas, workers=workers, agents=agent is not None) if faults else (),
     )
 
@@ -335,6 +343,10 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int,
     if agents and of_agents.random() < 0.5:
         name = of_agents.choice(OF_AGENTS)
         drawn.append(_draw_fault(of_agents, len(drawn), name, replicas=replicas, workers=workers))
+    cancels = random.Random(f"cancels of user code {seed}")
+    if cancels.random() < 0.3:
+        name = cancels.choice(CANCELS)
+        drawn.append(_draw_fault(cancels, len(drawn), name, replicas=replicas, workers=workers))
     return tuple(drawn)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from agent_loop.boundary import call_function
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
@@ -107,6 +108,9 @@ async def _work(world: World, point: str) -> None:
             raise ValueError("no such answer")
         case "no end of a tool" | "no end of a reward":
             seconds = NO_END_S
+        case "tool lets out a cancel" | "reward lets out a cancel":
+            raise asyncio.CancelledError("of an inner scope")
         case _:
             pass
-    await asyncio.sleep(world.scenario.tool_s + seconds)
+    seconds += world.scenario.tool_s
+    await (call_function(world.block, {"seconds": seconds}) if world.scenario.blocks else asyncio.sleep(seconds))

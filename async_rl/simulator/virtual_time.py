@@ -14,6 +14,9 @@ from contextvars import Context
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from agent_loop.boundary import UserThreads
+
+DEFAULT_THREADS = 2  # of the event loop in each process; few, so that work that hangs in them is seen
 LEAST_S = 1e-6  # between two pieces of work of one thread
 T = TypeVar("T")
 
@@ -38,6 +41,21 @@ class _JumpingSelector(selectors.DefaultSelector):
         return []
 
 
+class _Thread:
+    """A thread: when its newest work starts, and when a call that blocks it ends."""
+
+    busy_until = blocked_until = -LEAST_S
+
+
+def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
 class NumberedTask(asyncio.Task[Any]):
     """A task whose hash does not depend on where it lies in memory."""
 
@@ -57,7 +75,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._clock)
         self._numbers = itertools.count()
         self.thread_s: Callable[[], float] = lambda: 0.0
-        self._busy_until: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+        self._threads: WeakKeyDictionary[Any, list[_Thread]] = WeakKeyDictionary()  # by executor or process
+        self._blocked_s = 0.0
+        self.process: Callable[[], object | None] = lambda: None  # that runs now; None for the driver
         self.is_dead: Callable[[], bool] = lambda: False  # whether the process that runs now was killed
         self.on_result: Callable[[object], None] = lambda result: None  # of work given to a thread
         self.on_task: Callable[[NumberedTask], None] = lambda task: None
@@ -72,30 +92,46 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
-        """Run `func` on the loop, in one piece, `thread_s` later, and after earlier work of the same executor.
+        """Run `func` on the loop, in one piece, `thread_s` later, and after earlier work of the same thread.
 
+        The executor of user code has a thread for each call, any other has one, and a process a few without executor.
         Work of a process that is dead by then is cancelled.
         """
         future = self.create_future()
-        at = self.time() + self.thread_s()
-        if executor is not None:
-            at = self._busy_until[executor] = max(at, self._busy_until.get(executor, 0.0) + LEAST_S)
-        self.call_at(at, self._work, future, func, args)
+        threads = [_Thread()]
+        if not isinstance(executor, UserThreads):
+            made = [_Thread() for _ in range(DEFAULT_THREADS if executor is None else 1)]
+            threads = self._threads.setdefault(executor or self.process() or self, made)
+        thread = min(threads, key=lambda one: one.busy_until)
+        at = thread.busy_until = max(self.time() + self.thread_s(), thread.busy_until + LEAST_S)
+        self.call_at(at, self._work, thread, future, func, args)
         return future
 
-    def _work(self, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def block(self, seconds: float) -> None:
+        """Called by work in a thread: it takes this long."""
+        self._blocked_s = seconds
+
+    def _work(
+        self, thread: _Thread, future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        if thread.blocked_until > self.time():
+            self.call_at(thread.blocked_until, self._work, thread, future, func, args)
+            return
         if future.cancelled() or self.is_dead():
             future.cancel()
             return
+        result, error, self._blocked_s = None, None, 0.0
         try:
             result = func(*args)
             self.on_result(result)
-        except Exception as error:  # noqa: BLE001 - the caller raises it
-            if not future.done():
-                future.set_exception(error)
+        except Exception as raised:  # noqa: BLE001 - the caller raises it
+            error = raised
+        if not self._blocked_s:
+            _settle(future, result, error)
             return
-        if not future.done():
-            future.set_result(result)
+        thread.blocked_until = self.time() + self._blocked_s
+        thread.busy_until = max(thread.busy_until, thread.blocked_until)
+        self.call_at(thread.blocked_until, _settle, future, result, error)
 
     def _number_task(
         self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None

@@ -83,6 +83,8 @@ class World:
         threads = random.Random(f"threads {scenario.config.seed}")
         loop.thread_s = lambda: threads.expovariate(1.0) * scenario.latency_s + self.fault("disk/work")[1]
         loop.is_dead = self.is_dead
+        loop.process = current_process
+        self.block = loop.block
         loop.on_result = self._opened
         loop.on_task = adopt
         loop.on_turn = self._on_turn

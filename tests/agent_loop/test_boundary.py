@@ -372,7 +372,7 @@ async def test_calls_that_hang_disable_no_later_call_and_are_reported_by_name(ca
     assert [reply.text for reply in found] == ["ok"]
     assert await asyncio.wait_for(asyncio.to_thread(lambda: "product"), 60) == "product"
     release.set()
-    while boundary_module._lost["fetch"]:  # noqa: ASYNC110 - there is no event for it
+    while boundary_module._threads[asyncio.get_running_loop()][1]["fetch"]:  # noqa: ASYNC110 - there is no event for it
         await asyncio.sleep(0.001)
 
 

@@ -25,6 +25,7 @@ from tests.simulator import (
     restart_mutations,
     session_mutations,
     staleness_mutations,
+    user_code_mutations,
     worker_mutations,
 )
 from tests.simulator.defects import MUTATIONS, defect
@@ -35,6 +36,7 @@ __all__ = [
     "restart_mutations",
     "session_mutations",
     "staleness_mutations",
+    "user_code_mutations",
     "worker_mutations",
 ]
 
