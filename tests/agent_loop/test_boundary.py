@@ -446,19 +446,26 @@ async def test_wait_for_a_slot_does_not_count_as_time_of_the_call():
 def test_process_with_a_hung_call_ends():
     code = """
 import asyncio, threading
+from agent_loop.boundary import UserThreads
 from agent_loop.functions import FunctionTool
 from agent_loop.tools import ToolCall, ToolRunner
 def hang() -> str:
     "Hangs."
     threading.Event().wait()
+async def hang_elsewhere() -> str:
+    "Hangs in a thread of the event loop."
+    await asyncio.to_thread(hang)
 async def main():
+    asyncio.get_running_loop().set_default_executor(UserThreads())
+    await ToolRunner([FunctionTool(hang_elsewhere)], timeout_s=0.1).run([ToolCall("hang_elsewhere", {})] * 40)
+    await asyncio.to_thread(print, "product")
     print((await ToolRunner([FunctionTool(hang)], timeout_s=0.1).run([ToolCall("hang", {})]))[0].failed)
 asyncio.run(main())
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout == "True\n" and "hang has not returned in 0.1 s" in done.stderr
+    assert done.stdout == "product\nTrue\n" and "hang has not returned in 0.1 s" in done.stderr
 
 
 def hangs_in_a_process(completion, hang):
