@@ -81,7 +81,8 @@ def slope(samples: Sequence[tuple[int, Mapping[str, int]]], name: str, *, first:
     """Bytes per step, of the samples between two shares of the steps."""
     steps = samples[-1][0]
     points = [(s, m[name]) for s, m in samples if first * steps <= s <= last * steps and name in m]
-    return float(np.polyfit(*zip(*points, strict=True), 1)[0]) if len({s for s, _ in points}) > 1 else float("nan")
+    done, held = np.array(points, np.float64).T
+    return float(np.polyfit(done, held, 1)[0])
 
 
 def table(samples: Sequence[tuple[int, Mapping[str, int]]]) -> str:

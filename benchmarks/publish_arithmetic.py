@@ -30,6 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.checksum import value_sums
 from async_rl.weights.digest import load_share
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.store import LocalStore
@@ -328,7 +329,7 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
             timed(lambda v=version: stores[0].fetch(version_folder(complete, v))),
             timed(lambda v=version: stores[1].fetch(version_folder(changes, v))),
             timed(lambda v=version: receive(v)),
-            timed(lambda v=version: load_share(files_of(v), list, rank=0, ranks=1)),
+            timed(lambda v=version: load_share(files_of(v), list, sums=lambda t: [value_sums(t)], rank=0, ranks=1)),
         )
         num_changes = sum(file.stat().st_size for file in version_folder(changes, version).glob("*.delta"))
         discard_updates(changes, keep_version=version)

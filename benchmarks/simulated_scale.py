@@ -93,6 +93,7 @@ def scenario_of(
     }
     return Scenario(
         agent=None,
+        blocks=False,
         config=run_config(settings),
         file_bytes=1 << 26,
         latency_s=0.0005,

@@ -301,7 +301,8 @@ class Oracle:
         extra = [n for n in batch.trajectory.tolist() if n >= len(rollouts)]
         require("exactly once", not extra, "{} trajectories, too many rows", len(rollouts))
         for number, advantage in zip(batch.trajectory.tolist(), batch.advantages.tolist(), strict=True):
-            expected = _advantage(*rollouts[number][:2], rollouts, self._config.advantage.name)
+            group, reward, _ = rollouts[number]
+            expected = _advantage(group, reward, rollouts, self._config.advantage.name)
             close = math.isclose(advantage, expected, rel_tol=1e-3, abs_tol=1e-4)
             require("advantage", close, "{} of {} has advantage {}, not {}", number, rollouts, advantage, expected)
 
