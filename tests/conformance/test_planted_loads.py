@@ -26,6 +26,15 @@ Plant = Callable[[str], Awaitable[None]]
 @pytest_asyncio.fixture(loop_scope="package")
 async def plant(tested: EngineUnderTest, request: pytest.FixtureRequest) -> AsyncIterator[Plant]:
     """Plants a fault into later loads of an engine that serves version 0, which was loaded after version 1."""
+    for version in (1, 0):
+        await tested.publish(version=version)
+    plant = planter(tested, request)
+    yield plant
+    await plant("")
+
+
+def planter(tested: EngineUnderTest, request: pytest.FixtureRequest) -> Plant:
+    """Plants a fault into later loads of an engine; "" takes it away."""
     replica: Any = tested.replica
 
     async def plant(fault: str) -> None:
@@ -34,10 +43,7 @@ async def plant(tested: EngineUnderTest, request: pytest.FixtureRequest) -> Asyn
         else:
             (request.getfixturevalue("sglang_plugins") / FAULT).write_text(fault)
 
-    for version in (1, 0):
-        await tested.publish(version=version)
-    yield plant
-    await plant("")
+    return plant
 
 
 @pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
@@ -75,7 +81,7 @@ async def accepted(tested: EngineUnderTest, plant: Plant, folder: Path) -> list[
             await tested.replica.load(update)
             found.append(fault)
         except EngineError as error:
-            if not all(part in str(error) for part in ("replica-0: version 1", "made of model.")):
+            if not all(part in str(error) for part in (f"{tested.replica.name}: version 1", "made of ")):
                 found.append(f"{fault}: {error}")
     await plant("")
     await tested.load(0)

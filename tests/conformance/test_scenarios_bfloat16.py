@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,10 @@ import torch
 from async_rl.inference.sglang.engine import start_sglang
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_sent_once, versions_of, whole
-from tests.conformance.conftest import Report
+from tests.conformance.conftest import Report, sglang_environment
 from tests.conformance.engines import EngineUnderTest, Exchange, prompts
 from tests.conformance.served import VLLM, start_vllm, under_test
+from tests.conformance.test_planted_loads import accepted, planter
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
@@ -44,7 +46,8 @@ async def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         request.getfixturevalue("environment")
         replica: Any = await start_vllm(dataclasses.replace(VLLM, dtype="bfloat16"), **start)
     else:
-        replica = await start_sglang(sglang_support.config(dtype="bfloat16"), **start)
+        with sglang_environment(request.getfixturevalue("sglang_plugins")):
+            replica = await start_sglang(sglang_support.config(dtype="bfloat16"), **start)
     rounded_models = dataclasses.replace(models, models=tuple(map(rounded, models.models)))
     tested = under_test(replica, rounded_models, patch=monkeypatch)
     await tested.publish(version=0)
@@ -70,6 +73,14 @@ async def test_bfloat16_agrees_nearly_over_an_update(half: EngineUnderTest, repo
     )
     assert gap.mean() <= MEAN_GAP
     assert agreed >= SAME_EXPERTS
+
+
+async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(
+    half: EngineUnderTest, request: pytest.FixtureRequest, tmp_path: Path
+):
+    for version in (1, 0):
+        await half.publish(version=version)
+    assert await accepted(half, planter(half, request), tmp_path) == []
 
 
 def differences(half: EngineUnderTest, exchange: Exchange) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
