@@ -31,6 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 REPORTS = logging.getLogger("agent_loop.tools")
 GRACE_S = 10.0  # from a cancel to the end of an async call; a call that goes on is left behind
+LEAST_S = 1e-6  # less time than this is none: the clock of an event loop may be too coarse to let it pass
 MAX_THREADS = 2048  # of calls that somebody waits for; further calls wait for a thread
 MAX_LOST = 1000  # calls of one function that are left behind in threads; its further calls fail
 
@@ -103,7 +104,7 @@ async def boundary(work: Callable[[], Awaitable[T]], *, name: str, timeout_s: fl
 async def _result(answer: asyncio.Future[T], task: asyncio.Task[Any], clock: _Clock, *, name: str) -> T:
     """The answer of a task, which is cancelled if it is late or if nobody waits for it any more."""
     try:
-        while not answer.done() and (left := clock.left()) > 0:
+        while not answer.done() and (left := clock.left()) > LEAST_S:
             await asyncio.wait((answer,), timeout=None if left == math.inf else left)
         if not answer.done():
             raise OvertimeError(f"{name} gave no answer in {clock.seconds:g} s")
@@ -143,7 +144,7 @@ def uncounted() -> AbstractContextManager[None]:
 def report_late(name: str, outcome: str) -> None:
     """Report a call that is given up because its time is over."""
     clock = _clock.get()
-    if clock.left() <= 0:
+    if clock.left() <= LEAST_S:
         REPORTS.warning("%s has not returned in %g s; %s", name, clock.seconds, outcome)
 
 

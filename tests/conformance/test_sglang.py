@@ -20,7 +20,8 @@ pytestmark = MARKS
 
 
 async def test_the_first_weights_have_the_digest_of_the_checkpoint(sglang_models: Models, sglang_server: SglangReplica):
-    assert first_load(sglang_server.backend.server.report).digest == sglang_models.updates[0].weights.digest
+    digest, _ = first_load(sglang_server.backend.server.report)
+    assert digest == sglang_models.updates[0].weights.digest
 
 
 @ON_SGLANG
