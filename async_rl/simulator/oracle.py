@@ -210,7 +210,7 @@ class Oracle:
             self.session(request.session),
         )
         sent = [one for one in rollout.answers if one.request.request_id == request.request_id]
-        if sampled and any(sum(map(len, one.segments)) == len(sampled) for one in sent):
+        if sampled and sent and sum(map(len, sent[-1].segments)) == len(sampled):
             rollout.received = [*request.token_ids.tolist(), *sampled]
 
     def tool_called(self, session: str) -> None:
