@@ -140,6 +140,7 @@ bench: setup
 	$(BIN)/python benchmarks/journal.py
 	$(BIN)/python benchmarks/batch_building.py
 	$(BIN)/python benchmarks/pages.py
+	$(BIN)/python benchmarks/growth.py
 
 # The pages of docs/ and the API, in build/docs. The tools have a virtualenv of their own; no code of the project is imported.
 docs: $(VENV_DOCS)/.ready
