@@ -190,7 +190,7 @@ def read_journal(directory, copy, *, config, checkpoint):
     checkpoint: of the warm start. config: of the run.
     """
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.lock", "trainer", "tensorboard"))
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.lock", "*.partial", "tensorboard"))
     config = replace(config, output_dir=copy)
     return asyncio.run(_read(config, routing=read_model_info(checkpoint).routing))
 
