@@ -74,7 +74,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._clock = _JumpingSelector(lambda: self.on_turn())
         super().__init__(self._clock)
         self._numbers = itertools.count()
-        self.thread_s: Callable[[], float] = lambda: 0.0
+        self.thread_s: Callable[[], float] = lambda: 0.0  # delay of the product's own work
         self._threads: WeakKeyDictionary[Any, list[_Thread]] = WeakKeyDictionary()  # by executor or process
         self._blocked_s = 0.0
         self.process: Callable[[], object | None] = lambda: None  # that runs now; None for the driver
@@ -95,15 +95,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """Run `func` on the loop, in one piece, `thread_s` later, and after earlier work of the same thread.
 
         The executor of user code has a thread for each call, any other has one, and a process a few without executor.
-        Work of a process that is dead by then is cancelled.
+        User code starts at once. Work of a process that is dead by then is cancelled.
         """
         future = self.create_future()
-        threads = [_Thread()]
+        threads, delay_s = [_Thread()], 0.0
         if not isinstance(executor, UserThreads):
+            delay_s = self.thread_s()
             made = [_Thread() for _ in range(DEFAULT_THREADS if executor is None else 1)]
             threads = self._threads.setdefault(executor or self.process() or self, made)
         thread = min(threads, key=lambda one: one.busy_until)
-        at = thread.busy_until = max(self.time() + self.thread_s(), thread.busy_until + LEAST_S)
+        at = thread.busy_until = max(self.time() + delay_s, thread.busy_until + LEAST_S)
         self.call_at(at, self._work, thread, future, func, args)
         return future
 
