@@ -37,7 +37,6 @@ from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate, SyncMode
 from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import EngineConfig, own_variables
-from async_rl.inference.serving import known_device
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.inference.vllm.config import VllmConfig
@@ -48,6 +47,7 @@ from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.model_settings import RESOLVERS, local_checkpoint
 from async_rl.weights.transport import Backend
 from message_queue.journal import JournalConfig
 from message_queue.staleness import StalenessConfig
@@ -79,7 +79,8 @@ class ModelConfig:
     """The initial model."""
 
     checkpoint: Path | None = None
-    """Hugging Face folder; None lets the task build its own model."""
+    """Hugging Face folder, or name of a model at the hub, as in Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; None lets
+    the task build its own model."""
     cache: Path = Path("outputs/dequantized")
     """Folder of plain bfloat16 copies of quantized checkpoints, which later runs reuse; every node must see it."""
 
@@ -125,6 +126,11 @@ class RolloutConfig:
         for name in ("groups_per_batch", "trajectories_per_group", "workers", "max_failed_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rollout.{name} is {getattr(self, name)}; must be >= 1")
+        if self.sampling.temperature == 0:
+            raise ValueError(
+                "rollout.sampling.temperature is 0: the rollouts of a group would be equal, and untrained; use 1, or "
+                "validation.sampling.temperature=0 for greedy validation only"
+            )
         if self.drop_without_spread < 0:
             raise ValueError(f"rollout.drop_without_spread is {self.drop_without_spread}; must be >= 0 (0 drops none)")
         if self.kv == "keep" and self.on_update != "keep":
@@ -303,8 +309,8 @@ class ClusterConfig:
     gpus_per_replica: float | None = None
     """GPUs of one engine replica, on all its nodes together.
 
-    None is engine.tensor_parallel x engine.data_parallel if the run is on GPUs (engine.device=cuda, or gpus_per_rank >
-    0 with engine.device=auto), else 0.
+    None is engine.tensor_parallel x engine.data_parallel if engines are on GPUs, else 0. They are with
+    engine.device=cuda, and with engine.device=auto if gpus_per_rank > 0.
     """
     rank_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
     """Environment variables of the processes of trainer ranks."""
@@ -417,8 +423,7 @@ class RunConfig:
         """GPUs that Ray reserves for one replica."""
         if (given := self.cluster.gpus_per_replica) is not None:
             return given
-        on_gpus = self.engine.device == "cuda" or (self.engine.device == "auto" and self.cluster.gpus_per_rank > 0)
-        return float(self.engine.ranks) if on_gpus else 0.0
+        return float(self.engine.ranks) if self.engine.device == "cuda" else 0.0
 
 
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
@@ -444,13 +449,36 @@ def composed_values(
     config_dir = config_dir.absolute()
     try:
         _check_overrides(overrides, config_dir)
+        overrides = [*_model_choice(overrides, config_dir), *overrides]
+        for name, function in RESOLVERS.items():
+            OmegaConf.register_new_resolver(name, function, replace=True)
         with initialize_config_dir(str(config_dir), version_base="1.3"):
             composed = compose(config_name, overrides=[_forced(word, config_dir) for word in overrides])
         given = cast(dict[str, Any], OmegaConf.to_container(composed))
+        if isinstance(checkpoint := given.get("model", {}).get("checkpoint"), str):
+            given["model"]["checkpoint"] = _local(checkpoint)
         whole = OmegaConf.create(_with_defaults(RunConfig, given))
         return cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
+
+
+def _model_choice(overrides: Sequence[str], config_dir: Path) -> list[str]:
+    """The preset for checkpoints if `overrides` give one and choose no preset of the model themselves."""
+    given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in overrides)}
+    has_checkpoint = given.get("model.checkpoint", "null") not in ("null", "???")
+    is_open = "model" not in given and (config_dir / "model" / "hugging_face.yaml").is_file()
+    return ["model=hugging_face"] if has_checkpoint and is_open else []
+
+
+def _local(checkpoint: str) -> str:
+    """A checkpoint's folder; a missing value and an interpolation stay as they are."""
+    if checkpoint.startswith("${") or checkpoint == "???":
+        return checkpoint
+    try:
+        return str(local_checkpoint(checkpoint))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def plain_values(config: RunConfig) -> dict[str, Any]:
@@ -488,7 +516,8 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
             f"{lacking[0]}='${{oc.env:VARIABLE}}'"
         )
     try:
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_without_empty_schedules(values)))
+        values = _with_device(_without_empty_schedules(values))
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(e, values=values) for e in error.errors())) from error
 
@@ -502,6 +531,19 @@ def _without_empty_schedules(values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(warm, Mapping) and cast(Mapping[str, Any], warm).get("steps") == 0:
         found["warm_start"] = {**warm, "optimizer": _constant(cast(Mapping[str, Any], warm).get("optimizer"))}
     return found
+
+
+def _with_device(values: dict[str, Any]) -> dict[str, Any]:
+    """`values`, in which engines whose device is `auto` are on a GPU if one is reserved for them."""
+    engine, cluster = values.get("engine"), values.get("cluster", {})
+    if not isinstance(engine, Mapping) or cast(Mapping[str, Any], engine).get("device", "auto") != "auto":
+        return values
+    given = (cluster.get("gpus_per_rank"), cluster.get("gpus_per_replica"))
+    if not all(isinstance(number, int | float | None) for number in given):
+        return values  # refused by their types
+    per_rank, per_replica = given
+    reserved = per_rank or 0 if per_replica is None else per_replica
+    return {**values, "engine": {**engine, "device": "cuda" if reserved > 0 else "cpu"}}
 
 
 def _constant(optimizer: Any) -> Any:
@@ -549,6 +591,11 @@ def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
             raise ConfigError(
                 f"{word} has several values, and a run has one of each; start a run for each value: for value in "
                 f"{' '.join(values)}; do python -m async_rl.run {name}=$value name=run-$value; done"
+            )
+        if word.startswith("staleness.max_staleness=") and "staleness=synchronous" in overrides and value != "0":
+            raise ConfigError(
+                f"{word} with staleness=synchronous, where each batch is sampled by the weights that it trains; leave "
+                "out one of them, or use staleness=wait"
             )
         folder = config_dir / name
         if _FIELD.fullmatch(name) and folder.is_dir() and value not in (known := [*preset_names(folder), "null"]):
@@ -664,6 +711,12 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"{every - 1} steps old before any wait; raise the bound to at least that (to {every + per_batch - 1} so "
             "that rollouts run one batch ahead), publish more often, or make fewer updates per batch"
         )
+    if config.optimizer.warmup_steps >= config.total_train_steps > 0:
+        yield (
+            f"optimizer.warmup_steps is {config.optimizer.warmup_steps} with total_train_steps="
+            f"{config.total_train_steps}: the learning rate would never reach optimizer.lr; lower the one or raise the "
+            "other"
+        )
     if config.total_train_steps % per_batch:
         yield (
             f"total_train_steps is {config.total_train_steps} with trainer.updates_per_batch={per_batch}; train steps "
@@ -774,16 +827,16 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
         yield f"{asked} with engine.device=cpu, which uses none; set cluster.gpus_per_replica=null, or engine.device"
     elif engine.device == "cuda" and gpus == 0:
         yield f"{asked} with engine.device=cuda; set cluster.gpus_per_replica=null, or engine.device=cpu"
-    elif engine.device == "auto" and gpus == 0 and cluster.gpus_per_rank > 0:
-        yield (
-            f"{asked} with engine.device=auto and cluster.gpus_per_rank={cluster.gpus_per_rank}; set "
-            "cluster.gpus_per_replica=null for replicas on GPUs, or engine.device=cpu"
-        )
     elif gpus > 0 and (gpus > 1 or engine.ranks > 1) and (gpus % 1 or gpus < engine.ranks):
         yield (
             f"{asked} with engine.tensor_parallel={engine.tensor_parallel} and engine.data_parallel="
             f"{engine.data_parallel}: a replica needs one whole GPU per rank, and only a replica of one rank may take "
             "a part of one; set cluster.gpus_per_replica=null"
+        )
+    if 0 < gpus < 1 and engine.gpu_memory_utilization > gpus:
+        yield (
+            f"engine.gpu_memory_utilization is {engine.gpu_memory_utilization} with {gpus:g} of a GPU for a replica "
+            "(cluster.gpus_per_replica), whose rest belongs to other processes; lower it to that share or less"
         )
     if engine.nodes > 1 and gpus % engine.nodes:
         yield (
@@ -811,8 +864,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
             f"sync.max_paused is {config.sync.max_paused} with sync.mode=rolling and engine.replicas="
             f"{engine.replicas}: a publish may pause every replica; lower it, or set sync.mode=at_once"
         )
-    device = known_device(engine, on_this_machine=cluster.address is None)
-    if config.captures_routing and isinstance(engine, VllmConfig) and not engine.enforce_eager and device == "cpu":
+    if config.captures_routing and isinstance(engine, VllmConfig) and not engine.is_eager("cpu") and not gpus:
         yield (
             "engine.enforce_eager is false with trainer.router_replay=R3 on the CPU, where compiled graphs return "
             "wrong expert ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"

@@ -6,13 +6,16 @@ Exit codes: 0 done, 1 failed, 2 refused before any process started.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.files.masking import mask_text
-from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, task_overrides
+from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, hydra_value, task_overrides
+from async_rl.weights.model_settings import local_checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from async_rl.config import CONFIGS, RECIPES, RunConfig, load_config, recipe_overrides
     from async_rl.controller.config_record import FIRST, newest_config
 
-    directory: Path = arguments.directory.expanduser().absolute()
-    is_run = (directory / FIRST).is_file()
     try:
+        directory = local_checkpoint(arguments.directory).absolute()
+        is_run = (directory / FIRST).is_file()
         if is_run:
             if arguments.task or arguments.recipe:
                 raise ValueError(f"{directory} is a run, which has its task; leave out --task and --recipe")
@@ -34,23 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             if arguments.step is not None:
                 raise ValueError(f"--step is {arguments.step}, and {directory} is no run directory; leave it out")
+            overrides = [f"model.checkpoint={hydra_value(str(directory))}", *arguments.overrides]
+            if not (directory / "config.json").is_file():
+                raise ValueError(f"{directory} has no config.json; give a checkpoint folder or the output_dir of a run")
+            if not (arguments.task or arguments.recipe or any(word.startswith("task") for word in overrides)):
+                raise ValueError(
+                    f"{directory} is a model, and no task is given; give --task FILE.py, --recipe NAME or task=PRESET"
+                )
             recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
-            overrides = [*recipe, *task_overrides(arguments.task), *arguments.overrides]
-            config = load_config(overrides, config_dir=CONFIGS)
+            config = load_config([*recipe, *task_overrides(arguments.task), *overrides], config_dir=CONFIGS)
             checkpoint, train_step = directory, 0
         from async_rl.controller.evaluation import Evaluation
 
-        out = arguments.out or _next_folder(directory)
-        if out.exists():
-            raise ValueError(f"--out is {out}, which exists; remove it or give another folder")
-        evaluation = Evaluation(config, checkpoint, train_step=train_step, out=out.absolute())
+        if arguments.out is not None and arguments.out.exists():
+            raise ValueError(f"--out is {arguments.out}, which exists; remove it or give another folder")
+        evaluation = Evaluation(config, checkpoint, train_step=train_step)
+        out = arguments.out or _new_folder(directory if is_run else config.output_dir)
     except (ValueError, OSError) as error:
         sys.stderr.write("".join(f"error: {mask_text(line)}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
     import uvloop
 
     try:
-        uvloop.run(evaluation.run())
+        result = uvloop.run(evaluation.run(out.absolute()))
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         return EXIT_FAILED
@@ -58,6 +67,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(failure_text(error))
         return EXIT_FAILED
     sys.stdout.write(f"{out}\n")
+    if result.failed == result.num_rollouts:
+        sys.stderr.write(f"error: all {result.failed} rollouts failed; the first error: {result.first_error}\n")
+        return EXIT_FAILED
     return 0
 
 
@@ -80,12 +92,14 @@ def _model_of_run(directory: Path, step: int | None) -> tuple[Path, int]:
     return (exported if exported.is_dir() else export_checkpoint(directory, step=train_step)), train_step
 
 
-def _next_folder(directory: Path) -> Path:
-    """First of evaluation-1, evaluation-2 and so on that does not exist."""
-    number = 1
-    while (folder := directory / f"evaluation-{number}").exists():
-        number += 1
-    return folder
+def _new_folder(directory: Path) -> Path:
+    """Make the first of evaluation-1, evaluation-2 and so on that does not exist."""
+    for number in itertools.count(1):
+        folder = directory / f"evaluation-{number}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -93,11 +107,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m async_rl.evaluate", description="Roll out held-out prompts, and report rewards and pass@k."
     )
     add = parser.add_argument
-    add("directory", type=Path, metavar="MODEL_OR_RUN", help="a Hugging Face folder, or the output_dir of a run")
+    add(
+        "directory",
+        metavar="MODEL_OR_RUN",
+        help="a Hugging Face folder, a name at the hub, or an output_dir",
+    )
     add("--step", type=int, default=None, help="train step of a checkpoint of the run, default: its final model")
     add("--recipe", metavar="NAME", help="for a model: a folder of recipes/; its overrides come first")
     add("--task", metavar="FILE", help="for a model: FILE.py or FILE.py:NAME of a Task")
-    add("--out", type=Path, default=None, metavar="DIR", help="new folder, default: MODEL_OR_RUN/evaluation-N")
+    add("--out", type=Path, default=None, metavar="DIR", help="new folder, default: evaluation-N in the output_dir")
     add(
         "overrides",
         metavar="key=value",

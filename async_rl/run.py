@@ -64,8 +64,9 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
             from async_rl.controller.preflight import check_run
             from async_rl.controller.summary import summary
 
-            check_run(config)
+            checked = check_run(config)
             sys.stdout.write(summary(config))
+            sys.stdout.writelines(f"warning   {text}\n" for text in checked.warnings)
             if owner := living_owner(config.output_dir):
                 sys.stdout.write(f"in use    {owner} owns {config.output_dir}; a start is refused until it ends\n")
             return 0
@@ -98,7 +99,7 @@ def task_overrides(task: str | None) -> list[str]:
     if task is None:
         return []
     file, _, name = task.rpartition(":") if not task.endswith(".py") else (task, "", "task")
-    return ["task=python", f"task.factory={_hydra_value(f'{Path(file).resolve()}:{name}')}"]
+    return ["task=python", f"task.factory={hydra_value(f'{Path(file).resolve()}:{name}')}"]
 
 
 def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
@@ -116,7 +117,7 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
             *(sys.executable, "-m", "async_rl.run"),
             *options,
             *overrides,
-            f"output_dir={_hydra_value(str(output_dir))}",
+            f"output_dir={hydra_value(str(output_dir))}",
             "resume=auto",
         ]
     )
@@ -128,7 +129,7 @@ def _masked(override: str) -> str:
     value: Any = OverridesParser.create().parse_override(override).value() if text else text
     for key in reversed(name.lstrip("+~").split(".")):
         value = {key: value}
-    return f"{name}={_hydra_value(MASK)}" if masked(value) != value else override
+    return f"{name}={hydra_value(MASK)}" if masked(value) != value else override
 
 
 def failure_text(error: BaseException) -> str:
@@ -164,7 +165,7 @@ def causes(error: BaseException) -> Iterator[str]:
         yield ": ".join(chain).replace("\n", " ")
 
 
-def _hydra_value(text: str) -> str:
+def hydra_value(text: str) -> str:
     """A string as the value of a Hydra override; quoted where Hydra would read more than a string into it."""
     if re.fullmatch(r"[\w./-]*/[\w./-]*", text):
         return text

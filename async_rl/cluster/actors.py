@@ -63,7 +63,7 @@ NODES_S = 5.0  # time between two looks at the nodes of a run
 
 def start_ray(config: ClusterConfig) -> None:
     """Join the cluster at `address`, or start one on this machine, also if another one runs here."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without a GPU keep the device variables
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # actors without a reserved GPU see none
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work: nothing else should go first
     # The GCS would keep an event of each call, for a dashboard that is not started: 130 kB for each train step.

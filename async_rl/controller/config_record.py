@@ -45,6 +45,21 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
     return changed
 
 
+def another_run(config: RunConfig) -> Iterator[str]:
+    """Why `output_dir` holds a run of another task or model, which this run cannot continue."""
+    directory = config.output_dir
+    if not any(directory.glob("journal/*.sqlite")) and not any(directory.glob("checkpoints/step-*")):
+        return
+    recorded, current = _read(newest_config(directory)), plain_values(config)
+    for section, field in (("task", "factory"), ("model", "checkpoint")):
+        old, new = recorded.get(section, {}).get(field), current[section][field]
+        if Path(old or "").name != Path(new or "").name:
+            yield (
+                f"output_dir is {directory}, which holds a run with {section}.{field}={old}, and this one has {new}; "
+                "give another output_dir, or remove that run"
+            )
+
+
 def newest_config(directory: Path) -> Path:
     """File of the config that the last start of the run in `directory` used.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from async_rl.controller.recovery import supervised
 from async_rl.files.atomic_dir import make_folder
 from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.console import RunConsole
+from async_rl.metrics.recorder import strict_json
 from async_rl.metrics.validation import ValidationResult, write_rollouts
 from async_rl.rollout.dispatcher import Dispatcher
 
@@ -31,13 +31,12 @@ class Evaluation:
     Args:
         checkpoint: Hugging Face folder of any model that the engine serves.
         train_step: of the checkpoint, for the records.
-        out: folder of the results; created.
 
     Raises:
         ConfigError: a line per problem, with field, value and way out.
     """
 
-    def __init__(self, config: RunConfig, checkpoint: Path, *, train_step: int, out: Path) -> None:
+    def __init__(self, config: RunConfig, checkpoint: Path, *, train_step: int) -> None:
         # Nothing is trained: no routing rows are needed.
         trainer = replace(config.trainer, router_replay="none", replay_threshold=0.0)
         rollout = replace(config.rollout, resume_routing="append")
@@ -45,16 +44,18 @@ class Evaluation:
         self._config = replace(config, trainer=trainer, rollout=rollout, model=model, schedule=None)
         self._checkpoint = checkpoint
         self._train_step = train_step
-        self._out = out
         self._task, self._held_out = check_evaluation(self._config, checkpoint)
 
-    async def run(self) -> ValidationResult:
+    async def run(self, out: Path) -> ValidationResult:
         """Roll out the held-out prompts, and write the results.
+
+        Args:
+            out: folder of the results; created.
 
         Raises:
             Exception: whatever made it fail; every process is stopped before it is raised.
         """
-        config, logs = self._config, self._out / "logs"
+        config, logs = self._config, out / "logs"
         make_folder(logs)
         async with contextlib.AsyncExitStack() as stack:
             console = RunConsole(total_train_steps=0, log=logs / "driver.log")
@@ -67,7 +68,7 @@ class Evaluation:
                 placement=await place_run(config, ranks=0, stack=stack, status=console.status),
                 stack=stack,
                 weights_directory=None,
-                processes=self._out / "processes.json",
+                processes=out / "processes.json",
                 logs=logs,
             )
             console.status(f"starting {config.engine.replicas} replicas of {config.engine.name}")
@@ -100,12 +101,12 @@ class Evaluation:
             console.validation(self._train_step, result)
             if result.failed:
                 console.warn(f"{result.failed} rollouts failed; the first error: {result.first_error}")
-        self._write(result)
+        self._write(result, out)
         return result
 
-    def _write(self, result: ValidationResult) -> None:
+    def _write(self, result: ValidationResult, out: Path) -> None:
         config = plain_values(self._config)
-        (self._out / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-        write_rollouts(self._out / ROLLOUTS, result, train_step=self._train_step)
+        (out / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_rollouts(out / ROLLOUTS, result, train_step=self._train_step)
         record = {"model": str(self._checkpoint), "train_step": self._train_step, **result.metrics()}
-        (self._out / RESULT).write_text(json.dumps(record, indent=2) + "\n")
+        (out / RESULT).write_text(strict_json(record, indent=2) + "\n")

@@ -59,6 +59,7 @@ class Launcher:
         self._task = checked.task
         self._order = checked.order
         self._held_out = checked.held_out
+        self._warnings = checked.warnings
         self._resume = checked.resume
         self._schedule_replay: NoReplay = NoReplay()
         if checked.schedule is not None:
@@ -91,7 +92,7 @@ class Launcher:
             stack.callback(recorder.close)
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
-            for text in self._task.notes:
+            for text in (*self._warnings, *self._task.notes):
                 recorder.note(text)
             trace = Trace(self._directory / "trace.json", warn=recorder.warn)
             stack.callback(trace.write)

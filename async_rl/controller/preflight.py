@@ -16,7 +16,9 @@ from agent_loop.program import external
 from agent_loop.tools import PauseGate
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
+from async_rl.controller.config_record import another_run
 from async_rl.controller.resume import Resume
+from async_rl.controller.summary import run_warnings
 from async_rl.controller.warm_start import warm_start_folder
 from async_rl.files.masking import MASK
 from async_rl.inference.checkpoint_weights import tensor_shapes, weight_files
@@ -50,6 +52,8 @@ class CheckedRun:
     """Schedule that the run follows."""
     resume: Resume
     """State from which it starts."""
+    warnings: Sequence[str]
+    """Settings that are far from practice; the run starts with them."""
 
 
 @dataclass(slots=True)
@@ -89,7 +93,7 @@ def check_run(config: RunConfig) -> CheckedRun:
     schedule = None
     if config.schedule is not None:
         schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
-    problems.found += tracker_problems(config.tracking)
+    problems.found += [*tracker_problems(config.tracking), *another_run(config)]
     if task is not None:
         problems.found += _endpoint_problems(task, config)
     if isinstance(url := config.sync.directory, str) and (problem := driver_problem(url)):
@@ -98,7 +102,8 @@ def check_run(config: RunConfig) -> CheckedRun:
     if problems.found:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))
     assert task is not None and order is not None and held_out is not None and resume is not None
-    return CheckedRun(task=task, order=order, held_out=held_out, schedule=schedule, resume=resume)
+    warnings = tuple(run_warnings(config, num_held_out=sum(map(len, held_out.values()))))
+    return CheckedRun(task=task, order=order, held_out=held_out, schedule=schedule, resume=resume, warnings=warnings)
 
 
 def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping[str, Sequence[Prompt]]]:
@@ -113,13 +118,12 @@ def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping
     held_out = None
     if not config.validation.prompts:
         problems.found.append("validation.prompts is 0, so there is nothing to evaluate; give a number of prompts")
-    if not (checkpoint / "config.json").is_file():
-        problems.found.append(f"{checkpoint} has no config.json; give a checkpoint folder or the output_dir of a run")
-    else:
-        problems.found += [*_engine_problems(config, checkpoint), *tokenizer_problems(config, checkpoint, task)]
-        problems.found += _quantization_problems(config, checkpoint)
+    problems.found += [*_engine_problems(config, checkpoint), *tokenizer_problems(config, checkpoint, task)]
+    problems.found += _quantization_problems(config, checkpoint)
     if task is not None:
         held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
+    if held_out is not None and not any(held_out.values()):
+        problems.found.append(f"task.factory is {config.task.factory}, which holds out no prompt; set its validation")
     if problems.found:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))
     assert task is not None and held_out is not None
@@ -160,7 +164,6 @@ def _engine_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
             checkpoint=checkpoint,
             capture=config.captures_routing and info.routing is not None,  # layout_problems refuses a dense model
             force=config.forces_routing and info.routing is not None,
-            on_this_machine=config.cluster.address is None,
         )
     except CheckpointError as error:
         yield f"model.checkpoint: {error}"
@@ -193,13 +196,16 @@ def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -
     if task is None:
         return
     try:
-        task.build_loop(
-            engine=cast(Engine, None),
-            tokenizer=tokenizer,
-            sampling=config.rollout.sampling,
-            limits=config.rollout.limits,
-            gate=PauseGate(),
-        )
+        if task.program is not None:
+            task.chat(tokenizer)
+        else:
+            task.build_loop(
+                engine=cast(Engine, None),
+                tokenizer=tokenizer,
+                sampling=config.rollout.sampling,
+                limits=config.rollout.limits,
+                gate=PauseGate(),
+            )
     except Exception as error:  # noqa: BLE001 - code of a user may raise anything
         if tokenizer.chat_template is None:
             yield f"{there}, whose tokenizer has no chat template; copy chat_template.jinja of an instruct model there"
@@ -235,7 +241,6 @@ def _missing(task: Task, config: RunConfig) -> str:
     return missing_methods(
         task,
         config.task,
-        held_out=config.validation.prompts > 0,
         builds_model=config.model.checkpoint is None,
         warm_start=config.warm_start.steps > 0,
     )

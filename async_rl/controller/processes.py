@@ -281,7 +281,6 @@ class Processes:
             checkpoint=self._checkpoint,
             capture=config.captures_routing,
             force=config.forces_routing,
-            on_this_machine=config.cluster.address is None,
         )
         async with asyncio.TaskGroup() as starts:
             tasks = [

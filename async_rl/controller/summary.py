@@ -1,13 +1,13 @@
-"""Short description of a run before it starts: model, layout, batches and memory."""
+"""Short description of a run before it starts: model, layout, batches, memory, and settings far from practice."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+import psutil
 from safetensors import safe_open
 
 from async_rl.config import RunConfig
@@ -19,6 +19,9 @@ from async_rl.weights.model_info import is_quantized, read_model_info
 from async_rl.weights.quantized import plain_sizes
 
 GIB = 1 << 30
+ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
+MOST_LR = 5e-5  # for all weights of a trained model; 1e-6 is usual
+LEAST_TOKENS = 512  # of a rollout of a language model, prompt included
 
 
 def summary(config: RunConfig) -> str:
@@ -50,7 +53,8 @@ def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
         f"{trainer.updates_per_batch} optimizer steps, max_staleness={config.staleness.max_staleness}",
     )
     if checkpoint is not None:
-        yield "memory", _memory(config, checkpoint)
+        for text in _memory(config, checkpoint):
+            yield "memory", text
 
 
 def _model(checkpoint: Path) -> str:
@@ -59,33 +63,114 @@ def _model(checkpoint: Path) -> str:
     return f"{checkpoint}: {info.family}, {dense + experts:,} parameters, {info.num_layers} layers{routed}"
 
 
-def _memory(config: RunConfig, checkpoint: Path) -> str:
-    """Bytes of weights, gradients and optimizer state of a rank, and of weights and K/V of an engine.
+def _memory(config: RunConfig, checkpoint: Path) -> Iterator[str]:
+    """Memory of a trainer rank, which also needs activations, and of an engine rank, with the rest that is left."""
+    held, served = rank_memory(config, checkpoint), engine_memory(config, checkpoint)
+    share = config.cluster.gpus_per_rank
+    room = gpu_bytes() * min(1.0, share)
+    left = f"; {_gib(room - sum(held.values()))} of {_gib(room)} GiB are left for" if share else ", plus"
+    yield f"a trainer rank holds {_sum(held)}{left} activations"
+    kv = _kv_bytes(config, checkpoint)
+    text = f"an engine rank holds {_sum(served)}"
+    if config.gpus_per_replica:
+        room = gpu_bytes() * config.engine.gpu_memory_utilization
+        text += (
+            f", and {_gib(room - sum(served.values()))} of {_gib(room)} GiB (gpu_memory_utilization) are left for K/V"
+        )
+    yield f"{text}; the K/V of {config.engine.max_num_seqs} requests of full length take {_gib(kv)} GiB"
+    if not config.cluster.gpus_per_rank and not config.gpus_per_replica and config.cluster.address is None:
+        whole = config.trainer.ranks * sum(held.values())
+        whole += config.engine.replicas * config.engine.ranks * sum(served.values())
+        yield f"all ranks hold {_gib(whole)} of the {_gib(psutil.virtual_memory().total)} GiB of this machine"
 
-    Activations are not counted.
-    """
+
+def rank_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
+    """Name -> bytes of what a trainer rank holds all the time on its device; without activations."""
+    dense, experts = parameters_of(checkpoint)
+    trainer, layers = config.trainer, read_model_info(checkpoint).num_layers
+    parts = rank_parts(trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=layers)
+    if trainer.lora.rank:
+        return {"frozen weights, plus adapters": parts["weights"]}
+    copies = {"a copy for the probe (mismatch)": config.mismatch.prompts > 0}
+    copies["a copy for the KL term (loss.kl_coefficient)"] = config.loss.kl_coefficient > 0
+    return parts | {name: parts["weights"] for name, is_held in copies.items() if is_held}
+
+
+def engine_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
+    """Name -> bytes of what an engine rank holds, without K/V."""
     engine, (dense, experts) = config.engine, parameters_of(checkpoint)
-    held = rank_bytes(
-        config.trainer,
-        cpu_offload=config.optimizer.cpu_offload,
-        dense=dense,
-        experts=experts,
-        layers=read_model_info(checkpoint).num_layers,
-    )
-    frozen = config.trainer.lora.rank > 0
-    kind = "frozen weights, plus adapters and" if frozen else "weights, gradients and optimizer state, plus"
-    fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    served = (dense / engine.tensor_parallel + experts / engine.ranks) * (4 if engine.dtype == "float32" else 2)
-    kv = engine.max_num_seqs * engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
-    return (
-        f"a trainer rank holds {held / GIB:.3g} GiB of {kind} activations; an "
-        f"engine rank holds {served / GIB:.3g} GiB of weights, and the K/V of {engine.max_num_seqs} requests of full "
-        f"length take {kv / engine.tensor_parallel / GIB:.3g} GiB"
-    )
+    weights = (dense / engine.tensor_parallel + experts / engine.ranks) * (4 if engine.dtype == "float32" else 2)
+    return {"weights": weights, **({"their twin (sync.mode=staged)": weights} if config.sync.mode == "staged" else {})}
+
+
+def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
+    """Settings that are far from practice; the run starts with them.
+
+    Args:
+        num_held_out: held-out prompts.
+    """
+    if not num_held_out:
+        yield (
+            "no prompt is held out, so nothing is validated; give Task(validation=...)"
+            if config.validation.prompts
+            else "validation.prompts is 0, so nothing is validated"
+        )
+    checkpoint, optimizer, limits = config.model.checkpoint, config.optimizer, config.rollout.limits
+    if checkpoint is None:
+        return
+    if optimizer.lr > MOST_LR and not config.trainer.lora.rank:
+        yield f"optimizer.lr is {optimizer.lr:g} for all weights of a trained model; 1e-6 is usual"
+    for name in ("max_tokens", "max_new_tokens_per_turn"):
+        if (most := getattr(limits, name)) is not None and most < LEAST_TOKENS:
+            yield f"rollout.limits.{name} is {most}: longer replies are cut and scored as they are"
+    if config.gpus_per_replica and config.engine.enforce_eager:
+        yield "engine.enforce_eager is true: decoding has no CUDA graphs"
+    if config.cluster.gpus_per_rank and config.trainer.layer_spec != "transformer_engine":
+        has_experts = read_model_info(checkpoint).routing is not None
+        if has_experts and (config.trainer.lora.rank or config.trainer.layer_spec == "local"):
+            yield "the experts of a layer are computed one after another, as trainer.layer_spec is local or LoRA is on"
+    share = config.cluster.gpus_per_rank
+    if share and sum(rank_memory(config, checkpoint).values()) > gpu_bytes() * min(1.0, share):
+        yield "a trainer rank does not fit into the memory of a GPU: use more ranks, or optimizer.cpu_offload=1.0"
+    if config.gpus_per_replica:
+        room = gpu_bytes() * config.engine.gpu_memory_utilization - sum(engine_memory(config, checkpoint).values())
+        if room < _kv_bytes(config, checkpoint) / config.engine.max_num_seqs:
+            yield "an engine rank has no room for the K/V of one request: raise engine.tensor_parallel"
+
+
+def gpu_bytes() -> float:
+    """Memory of the first GPU of this machine; that of an H100 if it has none."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else ASSUMED_GPU_BYTES
+
+
+def _kv_bytes(config: RunConfig, checkpoint: Path) -> float:
+    """Bytes of the K/V of `max_num_seqs` requests of full length, on one engine rank."""
+    engine, fields = config.engine, json.loads((checkpoint / "config.json").read_text())
+    each = engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
+    return engine.max_num_seqs * each / engine.tensor_parallel
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.3g}"
+
+
+def _sum(parts: Mapping[str, float]) -> str:
+    shown = " + ".join(f"{_gib(size)} of {name}" for name, size in parts.items())
+    return f"{_gib(sum(parts.values()))} GiB = {shown}"
 
 
 def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int, layers: int) -> float:
-    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU.
+    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU; see `rank_parts`."""
+    parts = rank_parts(trainer, cpu_offload=cpu_offload, dense=dense, experts=experts, layers=layers)
+    return sum(parts.values())
+
+
+def rank_parts(
+    trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int, layers: int
+) -> dict[str, float]:
+    """Bytes of weights, of gradients and of optimizer state of a trainer rank, on its GPU.
 
     The rank has an even share of the model if the pipeline stages have the same number of layers. Otherwise the rank
     with most layers is meant: 3 layers on 2 stages are 2/3 of the model.
@@ -104,15 +189,18 @@ def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, expert
     parallel = trainer.parallel
     width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
     stage = parallel.most_layers_per_rank(layers) / layers
-    total = 0.0
+    held, gradients, states = 0.0, 0.0, 0.0
     for weights, split in (
         (dense, parallel.tensor),
         (experts, parallel.expert * parallel.expert_tensor_size),
     ):
         holders = trainer.ranks // (split * parallel.pipeline) if trainer.distributed_optimizer else 1
-        trained = 0.0 if trainer.lora.rank else 4 + state * (1 - cpu_offload) / holders
-        total += weights * stage / split * (width + trained)
-    return total
+        share = weights * stage / split
+        held += share * width
+        if not trainer.lora.rank:
+            gradients += share * 4
+            states += share * state * (1 - cpu_offload) / holders
+    return {"weights": held, "gradients": gradients, "optimizer state": states}
 
 
 def parameters_of(checkpoint: Path) -> tuple[int, int]:

@@ -18,15 +18,12 @@ from async_rl.inference.vllm.config import VllmConfig
 EngineConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="name")]
 
 
-def check_engine(
-    config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool, on_this_machine: bool = True
-) -> None:
+def check_engine(config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool) -> None:
     """Refuse configurations that the engine accepts but handles wrongly. Call it before any process starts.
 
     Args:
         capture: whether the replica returns routing rows.
         force: whether requests carry forced experts.
-        on_this_machine: whether the engine runs here; if not, the replica's process checks `engine.device=auto`.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; names field, value and the way out.
@@ -38,7 +35,6 @@ def check_engine(
         checkpoint=checkpoint,
         capture_routing=capture,
         force_routing=force,
-        on_this_machine=on_this_machine,
     )
 
 

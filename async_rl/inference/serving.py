@@ -30,7 +30,7 @@ class ServingConfig:
     replicas: int = 1
     """Number of replicas of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the engine; `auto` is the GPU if torch sees one in the replica's process."""
+    """Device of the engine; `auto` is the GPU if one is reserved for a replica (cluster.gpus_per_replica)."""
     dtype: str = "float32"
     """Data type of weights and activations, one of DTYPES."""
     max_model_len: int = 1024
@@ -49,8 +49,8 @@ class ServingConfig:
     """Ranks that the experts of a layer are spread over: all ranks of a replica, or 1 to split each expert instead."""
     nodes: int = 1
     """Nodes of one replica, each with the same number of its ranks."""
-    enforce_eager: bool = True
-    """Whether CUDA graphs are off."""
+    enforce_eager: bool | None = None
+    """Whether CUDA graphs are off; None uses them on a GPU."""
     threads: int = 1
     """OpenMP threads of one engine process."""
     seed: int = 0
@@ -98,6 +98,10 @@ class ServingConfig:
                 "change the weights or the distribution of a token, which the trainer could not reproduce; remove it, "
                 f"or use a field of engine instead. Accepted: {', '.join(sorted(self.ACCEPTED_ARGS))}"
             )
+
+    def is_eager(self, device: Device) -> bool:
+        """Whether the engine runs without graphs."""
+        return device == "cpu" if self.enforce_eager is None else self.enforce_eager
 
     @property
     def ranks(self) -> int:
@@ -178,11 +182,16 @@ def kv_bytes_per_token(fields: Mapping[str, Any], *, dtype: str) -> int:
     if (latent := fields.get("kv_lora_rank")) is not None:
         channels = latent + fields.get("qk_rope_head_dim", 0)
     elif heads:
-        size = fields.get("head_dim") or fields.get("hidden_size", 0) // heads
-        channels = 2 * size * (fields.get("num_key_value_heads") or heads)
+        channels = 2 * head_size(fields) * (fields.get("num_key_value_heads") or heads)
     else:
         return 0
     return layers * channels * (4 if dtype == "float32" else 2)
+
+
+def head_size(fields: Mapping[str, Any]) -> int:
+    """Channels of an attention head; 0 if config.json does not say."""
+    heads = fields.get("num_attention_heads")
+    return fields.get("head_dim") or (fields.get("hidden_size", 0) // heads if heads else 0)
 
 
 def device_of(config: ServingConfig) -> Device:
@@ -192,8 +201,3 @@ def device_of(config: ServingConfig) -> Device:
     import torch  # not needed to read or check a configuration
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def known_device(config: ServingConfig, *, on_this_machine: bool) -> Device | None:
-    """The device that `config` selects; None for `auto` if the engine runs on another machine."""
-    return device_of(config) if on_this_machine or config.device != "auto" else None

@@ -226,7 +226,11 @@ def _kind_of(text: str) -> str:
     return _NUMBER.sub("#", start) + ("" if line is None else line[1])
 
 
-def _json_line(record: Mapping[str, Any]) -> str:
-    """Strict JSON: NaN and infinities become null."""
+def strict_json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """JSON in which NaN and infinities are null."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-    return json.dumps(clean, allow_nan=False) + "\n"
+    return json.dumps(clean, allow_nan=False, indent=indent)
+
+
+def _json_line(record: Mapping[str, Any]) -> str:
+    return strict_json(record) + "\n"

@@ -152,14 +152,9 @@ class Task:
     def validation_prompts(self, count: int) -> Sequence[Prompt] | Mapping[str, Sequence[Prompt]]:
         """`count` held-out prompts, which are never training prompts; fewer if there are fewer.
 
-        If there are several sets: name -> `count` prompts of the set.
+        If there are several sets: name -> `count` prompts of the set. Empty if the task holds out no prompts.
         """
-        sets = self._rows[1]
-        if not sets:
-            raise ValueError(
-                f"validation.prompts is {count}, and the task has no held-out prompts; give Task(validation=...), or "
-                "set validation.prompts=0"
-            )
+        sets = self._rows[1] if hasattr(self, "_prompts") else {}
         prompts = {
             name: [
                 self._format.prompt(rows[index], index=index)
@@ -167,7 +162,7 @@ class Task:
             ]
             for name, rows in sets.items()
         }
-        return prompts.get(UNNAMED, prompts)
+        return prompts.get(UNNAMED, prompts or [])
 
     @cached_property
     def _rows(self) -> tuple[Epochs | Stream, Mapping[str, Sequence[Any] | Stream]]:
@@ -263,7 +258,7 @@ class Task:
         if self._num_tokens is not None and (tokens := self._num_tokens(prompt)) >= self._max_tokens:
             raise ValueError(
                 f"prompt {prompt.index} has {tokens} tokens and rollout.limits.max_tokens is {self._max_tokens}; raise "
-                "it, or leave out long rows with Task(max_prompt_tokens=...)"
+                "it, and engine.max_model_len, which bounds it; or leave out long rows with Task(max_prompt_tokens=...)"
             )
 
     def chat(self, tokenizer: Tokenizer) -> Chat:
@@ -436,11 +431,10 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     return task
 
 
-def missing_methods(task: Task, config: TaskConfig, *, held_out: bool, builds_model: bool, warm_start: bool) -> str:
+def missing_methods(task: Task, config: TaskConfig, *, builds_model: bool, warm_start: bool) -> str:
     """The methods that a run needs and that a subclass of Task does not have, as an error; "" if there are none.
 
     Args:
-        held_out: whether the run validates.
         builds_model: whether the task has to write the initial checkpoint.
         warm_start: whether that is trained on demonstrations.
     """
@@ -448,7 +442,6 @@ def missing_methods(task: Task, config: TaskConfig, *, held_out: bool, builds_mo
     needed = {
         "train_prompt": not from_rows and config.prompt_file is None,
         "build_loop": not from_rows and task.program is None,
-        "validation_prompts": not from_rows and held_out,
         "save_initial_checkpoint": builds_model,
         "demonstrations": builds_model and warm_start,
     }

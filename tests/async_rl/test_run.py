@@ -15,7 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import CONFIGS, RECIPES, ConfigError, build_config, load_config, recipe_overrides
-from async_rl.run import EXIT_REFUSED, _hydra_value, _parse, causes, log_ends, main, resume_command
+from async_rl.run import EXIT_REFUSED, _parse, causes, hydra_value, log_ends, main, resume_command
 from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
@@ -366,7 +366,7 @@ def test_the_resume_command_gives_the_config_of_the_run(given, folder, tmp_path)
     (other / "other.yaml").write_text((CONFIGS / "run.yaml").read_text() + "\nseed: 7\n")
     given = [str(other) if word == "OTHER" else word for word in given]
     if not any(word.startswith("output_dir=") for word in given):
-        given = [*given, "output_dir=" + _hydra_value(str(tmp_path / folder))]
+        given = [*given, "output_dir=" + hydra_value(str(tmp_path / folder))]
     arguments = _parse(given)
     config = config_of(arguments)
     again = shlex.split(resume_command(arguments, output_dir=config.output_dir))
@@ -380,7 +380,7 @@ def test_the_resume_command_gives_the_config_of_the_run(given, folder, tmp_path)
     "text", ["12", "null", "a", "a b", "it's", r"\\'", "$HOME/${x}", "[a, b]", "{a: b}", "", "/a\\"]
 )
 def test_a_quoted_value_of_an_override_is_the_text_itself(text):
-    assert load_config([f"name={_hydra_value(text)}"]).name == text
+    assert load_config([f"name={hydra_value(text)}"]).name == text
 
 
 def config_of(arguments):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from async_rl.inference.nodes import NodePlace
-from async_rl.inference.serving import ServingConfig, device_of, known_device, serving_problems
+from async_rl.inference.serving import ServingConfig, device_of, serving_problems
 from async_rl.weights.model_info import ModelInfo, read_model_info
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks and the parsing of answers are written for this version
@@ -71,7 +71,8 @@ class SglangConfig(ServingConfig):
     python: Path | None = None
     """Python interpreter of SGLang's virtualenv; None is `.venv-sglang`, which `make setup-sglang` creates."""
     kv_cache_tokens: int | None = None
-    """K/V slots, in tokens; None is room for 8 requests of max_model_len on the CPU, and as many as fit on a GPU."""
+    """K/V slots, in tokens; None is as many as fit on a GPU, and on the CPU room for 8 requests of full length, or for
+    64 if that is no more than 16,384 tokens."""
 
     def __post_init__(self) -> None:
         ServingConfig.__post_init__(self)
@@ -89,15 +90,12 @@ def check_engine(
     checkpoint: Path,
     capture_routing: bool,
     force_routing: bool = False,
-    on_this_machine: bool = True,
 ) -> ModelInfo:
     """Refuse configurations that SGLang accepts but handles wrongly. Call it before any process starts.
 
     Args:
         capture_routing: whether the replica returns routing rows.
         force_routing: whether requests carry forced experts.
-        on_this_machine: whether the engine runs here. If not, rules about the device are checked only for an explicit
-            engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
@@ -115,7 +113,7 @@ def check_engine(
             f"engine.name is 'sglang', but {checkpoint} has mlp_only_layers={dense}, which SGLang ignores in "
             "qwen3_moe: it would serve experts there; use engine=vllm"
         )
-    if known_device(config, on_this_machine=on_this_machine) == "cpu" and info.family not in CPU_FAMILIES:
+    if device_of(config) == "cpu" and info.family not in CPU_FAMILIES:
         why = CPU_BROKEN.get(info.family, f"tested families are {', '.join(CPU_FAMILIES)}")
         problems.append(
             f"engine.name is 'sglang', which does not run {info.family} ({checkpoint}) on the CPU: {why}; "
@@ -210,7 +208,7 @@ def server_arguments(
         "weight_version": label,
         "enable_return_routed_experts": capture_routing,
         "disable_overlap_schedule": True,  # with it a weight version starts one token early
-        "disable_cuda_graph": config.enforce_eager or device_of(config) == "cpu",
+        "disable_cuda_graph": config.is_eager(device_of(config)),
         "skip_tokenizer_init": True,  # token ids in, token ids out
         "sampling_defaults": "openai",  # sampling comes from the request alone
         "sampling_mask_max_tokens": MAX_KEPT,
@@ -240,8 +238,14 @@ def _device_arguments(config: SglangConfig, *, capture_routing: bool) -> dict[st
         "device": "cpu",
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
-        "max_total_tokens": config.kv_cache_tokens or 8 * (config.max_model_len + CONTEXT_SLACK),
+        "max_total_tokens": config.kv_cache_tokens or kept_tokens(config),
     }
+
+
+def kept_tokens(config: SglangConfig) -> int:
+    """K/V slots on the CPU; lengths of 256 and 4,096 tokens give 16,384 and 32,832."""
+    each = config.max_model_len + CONTEXT_SLACK
+    return max(8 * each, min(64 * each, 1 << 14))
 
 
 def _flags(args: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from async_rl.inference.serving import (
     Device,
     ServingConfig,
     device_of,
-    known_device,
+    head_size,
     kv_bytes_per_token,
     serving_problems,
 )
@@ -43,6 +43,7 @@ ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the 
         *("enable_mfu_metrics", "enable_logging_iteration_details", "profiler_config", "shutdown_timeout"),
     }
 )
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on the CPU
 CPU_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
@@ -64,8 +65,9 @@ class VllmConfig(ServingConfig):
 
     name: Literal["vllm"] = "vllm"
     """Name of the engine."""
-    kv_cache_bytes: int = 64 << 20
-    """K/V memory on the CPU, in bytes."""
+    kv_cache_bytes: int | None = None
+    """K/V memory on the CPU, in bytes; None is room for 4 x max_num_seqs requests of full length, at most 2 GiB, at
+    least 64 MiB and for one request."""
     block_size: int | None = None
     """Tokens per K/V block; None is 32 on the CPU, and vLLM's choice on a GPU or for multi-head latent attention."""
 
@@ -76,7 +78,7 @@ class VllmConfig(ServingConfig):
                 f"engine.max_num_batched_tokens is {self.max_num_batched_tokens}, less than "
                 f"engine.max_num_seqs={self.max_num_seqs}; a step decodes one token per request, so raise it"
             )
-        if self.kv_cache_bytes <= 0:
+        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
             raise ValueError(f"engine.kv_cache_bytes is {self.kv_cache_bytes}; must be > 0")
         if self.block_size is not None and (self.block_size < 1 or self.block_size % CPU_MLA_BLOCK):
             raise ValueError(
@@ -97,6 +99,8 @@ class ServedModel:
     """Whether the model has multi-head latent attention (MLA), as DeepSeek-V3."""
     routing: RoutingSpec | None
     """Shape of the rows that the engine returns; None if it captures none."""
+    kv_cache_bytes: int
+    """K/V memory on the CPU, in bytes."""
     unforcible: str | None
     """Why the engine cannot use forced experts; None if it can."""
 
@@ -107,15 +111,12 @@ def check_engine(
     checkpoint: Path,
     capture_routing: bool,
     force_routing: bool = False,
-    on_this_machine: bool = True,
 ) -> ServedModel:
     """Refuse configurations that vLLM accepts but handles wrongly. Call it before any process starts.
 
     Args:
         capture_routing: whether the replica returns routing rows.
         force_routing: whether requests carry forced experts.
-        on_this_machine: whether the engine runs here. If not, rules about the device are checked only for an explicit
-            engine.device.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
@@ -124,7 +125,7 @@ def check_engine(
     """
     info = read_model_info(checkpoint)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    device = known_device(config, on_this_machine=on_this_machine)
+    device = device_of(config)
     unforcible = _why_unforcible(device, info, capture_routing=capture_routing)
     problems = [
         *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
@@ -144,6 +145,7 @@ def check_engine(
         info=info,
         latent_attention=bool(fields.get("kv_lora_rank")),
         routing=info.routing if capture_routing else None,
+        kv_cache_bytes=config.kv_cache_bytes or _kv_cache_bytes(config, fields),
         unforcible=unforcible,
     )
 
@@ -153,7 +155,7 @@ def _cpu_problems(
 ) -> Iterator[str]:
     """Settings that vLLM's CPU worker handles wrongly or refuses."""
     latent = bool(fields.get("kv_lora_rank"))
-    if capture_routing and not config.enforce_eager:
+    if capture_routing and not config.is_eager("cpu"):
         yield (
             "engine.enforce_eager is false with routing capture on the CPU, where compiled graphs return wrong expert "
             "ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
@@ -162,6 +164,11 @@ def _cpu_problems(
         yield (
             f"engine.tensor_parallel is {config.tensor_parallel} with engine.data_parallel={config.data_parallel} on "
             "the CPU, where vLLM cannot gather the expert ids of a group; set one of them to 1"
+        )
+    if not latent and (size := head_size(fields)) not in (0, *CPU_HEAD_SIZES):
+        yield (
+            f"engine.name is 'vllm', whose attention on the CPU has no heads of {size} channels (head_dim), only of "
+            f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or engine=sglang"
         )
     if config.block_size is not None and latent and config.block_size != CPU_MLA_BLOCK:
         yield (
@@ -173,12 +180,23 @@ def _cpu_problems(
             f"engine.block_size is {config.block_size}; attention on the CPU needs a multiple of "
             f"{BLOCK_MULTIPLE}, or null for {BLOCK_MULTIPLE}"
         )
-    needed = config.max_model_len * kv_bytes_per_token(fields, dtype=config.dtype) // config.tensor_parallel
-    if needed > config.kv_cache_bytes:
+    needed = _request_bytes(config, fields)
+    if config.kv_cache_bytes is not None and needed > config.kv_cache_bytes:
         yield (
             f"engine.kv_cache_bytes is {config.kv_cache_bytes}, and the K/V of one request of engine.max_model_len="
             f"{config.max_model_len} tokens takes {needed}; raise it, or lower engine.max_model_len"
         )
+
+
+def _kv_cache_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
+    """K/V memory on the CPU if no size is given: 128 requests of 256 tokens with 1 KiB each have 128 MiB."""
+    each = _request_bytes(config, fields)
+    return max(64 << 20, each, min(4 * config.max_num_seqs * each, 2 << 30))
+
+
+def _request_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
+    """Bytes of the keys and values of one request of full length, on one rank."""
+    return config.max_model_len * kv_bytes_per_token(fields, dtype=config.dtype) // config.tensor_parallel
 
 
 def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: bool) -> str | None:
@@ -247,7 +265,7 @@ def engine_args(
         "tensor_parallel_size": config.tensor_parallel,
         "data_parallel_size": config.data_parallel,
         "enable_expert_parallel": config.expert_parallel > 1,
-        "enforce_eager": config.enforce_eager,
+        "enforce_eager": config.is_eager(device_of(config)),
         "seed": config.seed,
         "worker_extension_cls": "async_rl.inference.vllm.worker.LoadsUpdates",
         "logprobs_mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
@@ -284,7 +302,7 @@ def engine_args(
 def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:
     """Further arguments on the CPU."""
     args: dict[str, Any] = {
-        "kv_cache_memory_bytes": config.kv_cache_bytes,  # the default takes nearly all memory of the machine
+        "kv_cache_memory_bytes": model.kv_cache_bytes,  # the default takes nearly all memory of the machine
         "worker_cls": "async_rl.compat.vllm.RoutingCPUWorker",
         "return_sampling_mask": True,  # RoutingCPUWorker returns masks only for requests that need them
     }

@@ -136,8 +136,7 @@ class PolicyLoss(ABC):
             self._require(name, getattr(self, name) in get_args(allowed), " or ".join(get_args(allowed)))
         for name in ("kl_coefficient", "entropy_coefficient"):
             self._require(name, getattr(self, name) >= 0, ">= 0")
-        for name in ("kl_weight_cap", "temperature"):
-            self._require(name, getattr(self, name) > 0, "> 0")
+        self._require("kl_weight_cap", self.kl_weight_cap > 0, "> 0")
         if (self.aggregation == "fixed_length") != (self.fixed_length is not None):
             raise ValueError(
                 f"loss.aggregation is {self.aggregation} with loss.fixed_length={self.fixed_length}; set a length "

@@ -24,8 +24,8 @@ class OptimizerConfig:
         ValueError: a value is out of range; the message names the field.
     """
 
-    lr: float = 5e-4
-    """Learning rate after the warm-up."""
+    lr: float = 1e-6
+    """Learning rate after the warm-up, below 1: AdamW moves each weight by about this much per update."""
     min_lr: float = 0.0
     """Learning rate after the decay."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -49,6 +49,11 @@ class OptimizerConfig:
         for name in ("lr", "eps"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be > 0")
+        if self.lr >= 1:
+            raise ValueError(
+                f"optimizer.lr is {self.lr}; must be below 1, because AdamW moves each weight by about this much per "
+                "update: 1e-6 is usual for all weights of a language model, 1e-5 to 1e-4 with LoRA"
+            )
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"optimizer.min_lr is {self.min_lr}; must be in 0..lr={self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
