@@ -465,10 +465,14 @@ def composed_values(
 
 def _model_choice(overrides: Sequence[str], config_dir: Path) -> list[str]:
     """The preset for checkpoints if `overrides` give one and choose no preset of the model themselves."""
-    given = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in overrides)}
-    has_checkpoint = given.get("model.checkpoint", "null") not in ("null", "???")
-    is_open = "model" not in given and (config_dir / "model" / "hugging_face.yaml").is_file()
-    return ["model=hugging_face"] if has_checkpoint and is_open else []
+    is_open = not any(word.startswith("model=") for word in overrides)
+    is_open &= (config_dir / "model" / "hugging_face.yaml").is_file()
+    return ["model=hugging_face"] if is_open and _has_checkpoint(overrides) else []
+
+
+def _has_checkpoint(overrides: Sequence[str]) -> bool:
+    given = [word.partition("=")[2] for word in overrides if word.lstrip("+").startswith("model.checkpoint=")]
+    return bool(given) and given[-1] != "null"
 
 
 def _local(checkpoint: str) -> str:
@@ -486,15 +490,22 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
     return masked(json.loads(json.dumps(asdict(config), default=str)))
 
 
-def recipe_overrides(recipe: Path) -> list[str]:
-    """Overrides of a `recipe.yaml`.
+def recipe_overrides(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
+    """Overrides of a `recipe.yaml`, with its list `tiny_model` if no checkpoint is given.
+
+    Args:
+        overrides: given next to the recipe.
 
     Raises:
         ConfigError: no such file, or one without a list of overrides.
     """
     try:
-        return [str(override) for override in iter(yaml.safe_load(recipe.read_text())["overrides"])]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        found = yaml.safe_load(recipe.read_text())
+        return [
+            str(override)
+            for override in (*found["overrides"], *(() if _has_checkpoint(overrides) else found.get("tiny_model", ())))
+        ]
+    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r}); use one of "
             f"{', '.join(sorted(path.parent.name for path in RECIPES.glob('*/recipe.yaml')))}"

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(
                     f"{directory} is a model, and no task is given; give --task FILE.py, --recipe NAME or task=PRESET"
                 )
-            recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
+            recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml", overrides) if arguments.recipe else []
             config = load_config([*recipe, *task_overrides(arguments.task), *overrides], config_dir=CONFIGS)
             checkpoint, train_step = directory, 0
         from async_rl.controller.evaluation import Evaluation

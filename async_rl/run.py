@@ -48,9 +48,10 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     )  # after the environment is set; a check of the device imports torch
 
     try:
-        recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml") if arguments.recipe else []
+        given: list[str] = arguments.overrides
+        recipe = recipe_overrides(RECIPES / arguments.recipe / "recipe.yaml", given) if arguments.recipe else []
         values = composed_values(
-            [*recipe, *task_overrides(arguments.task), *arguments.overrides],
+            [*recipe, *task_overrides(arguments.task), *given],
             config_name=arguments.config_name,
             config_dir=arguments.config_dir or CONFIGS,
         )
