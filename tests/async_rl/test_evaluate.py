@@ -1,12 +1,14 @@
 """`python -m async_rl.evaluate`: refusals before any process starts."""
 
 import json
+import math
 
 import pytest
 
 from async_rl.config import load_config, plain_values
 from async_rl.evaluate import main
-from async_rl.run import EXIT_REFUSED
+from async_rl.metrics.validation import ValidationResult
+from async_rl.run import EXIT_FAILED, EXIT_REFUSED
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.tokenizer import build_tokenizer
 
@@ -39,6 +41,44 @@ def refused(capsys, *arguments):
 def test_evaluate_refuses_a_folder_without_a_model(capsys, tmp_path):
     (line,) = refused(capsys, tmp_path)
     assert line.startswith(f"error: {tmp_path} has no config.json")
+
+
+def test_evaluate_of_a_model_needs_a_task(capsys, model):
+    (line,) = refused(capsys, model)
+    assert "no task is given" in line and "--task FILE.py" in line
+    (line,) = refused(capsys, model, "task=calculator", "validation.prompts=0")
+    assert "validation.prompts is 0" in line
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_evaluate_fails_if_all_rollouts_do_and_writes_json_that_others_read(
+    failed, capsys, model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    rollouts = [] if failed else [1.0]
+    result = ValidationResult(
+        success_rate=1.0 if rollouts else math.nan,
+        prompts=1,
+        failed=int(failed),
+        cut_off=0,
+        mean_tokens=math.nan,
+        min_version=-1,
+        max_version=-1,
+        first_error="no reward",
+    )
+
+    async def run(evaluation, out):
+        evaluation._write(result, out)
+        return result
+
+    monkeypatch.setattr("async_rl.controller.evaluation.Evaluation.run", run)
+    assert main([str(model), "task=calculator", "output_dir=results"]) == (EXIT_FAILED if failed else 0)
+    assert main([str(model), "task=calculator", "output_dir=results"]) == (EXIT_FAILED if failed else 0)
+    assert ("no reward" in capsys.readouterr().err) == failed
+    for number in (1, 2):
+        text = (tmp_path / "results" / f"evaluation-{number}" / "result.json").read_text()
+        assert json.loads(text, parse_constant=pytest.fail)["model"] == str(model)
+    assert not list(model.glob("evaluation-*"))
 
 
 def test_evaluate_refuses_options_that_do_not_apply(capsys, model, run):

@@ -175,8 +175,7 @@ BAD_TASKS = [
     (["--task", "mine.py:of_text"], ["task.options.text is missing"]),
     (["--task", "mine.py:of_text", "task.options.text=a"], ["TypeError", "mine.py:17 in of_text"]),
     ([*OWN, "task.options.rows=2"], ["task.options is {'rows': 2}", "mine.py:task", "function"]),
-    (["--task", "mine.py:Half"], ["Half does not define build_loop, validation_prompts", "Task.__init__"]),
-    (["--task", "mine.py:no_held_out"], ["validation.prompts is 256", "Task(validation=...)"]),
+    (["--task", "mine.py:Half"], ["Half does not define build_loop", "Task.__init__"]),
     (["--task", "mine.py:bad_row"], ["reward exact", "answer"]),
 ]
 BAD_MODELS = [
@@ -257,7 +256,7 @@ def test_all_problems_of_model_task_and_layout_are_shown_together(model, capsys,
     without_template(folder)
     given = ["--task", "mine.py:no_held_out", "model.checkpoint=model", "trainer.ranks=8", "trainer.parallel.tensor=8"]
     found = refused([*given, "engine.tensor_parallel=8"], tmp_path, monkeypatch, capsys)
-    parts = ("validation.prompts", "trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
+    parts = ("trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
     assert len(found) == len(parts) and all(any(part in line for line in found) for part in parts), found
 
 

@@ -7,8 +7,11 @@ import pytest
 
 from agent_loop.program import external
 from async_rl.config import ConfigError, load_config
+from async_rl.controller.config_record import another_run, record_config
 from async_rl.controller.preflight import check_run, model_problems
 from async_rl.metrics import trackers
+from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
+from recipes.calculator.tokenizer import build_tokenizer
 from tests.helpers import tiny_models
 
 
@@ -22,7 +25,7 @@ def problems(checkpoint, *overrides):
     return list(model_problems(load_config([f"model.checkpoint={checkpoint}", *overrides]), checkpoint))
 
 
-def test_rules_about_the_device_wait_for_a_device_of_another_machine(checkpoint):
+def test_rules_about_the_cpu_do_not_hold_for_gpus_of_a_cluster(checkpoint):
     assert problems(checkpoint, "cluster=ray", "engine.block_size=48") == []
     (problem,) = problems(checkpoint, "cluster=ray", "engine.block_size=48", "engine.device=cpu")
     assert "engine.block_size is 48" in problem
@@ -38,9 +41,17 @@ def test_a_model_that_the_trainer_does_not_build_is_refused(checkpoint, field, v
 
 def test_a_dense_model_is_refused_once_with_routing_replay(tmp_path):
     dense = tiny_models.save_checkpoint(tiny_models.qwen3_dense_config(), tmp_path, seed=0)
-    (problem,) = problems(dense)
+    (problem,) = problems(dense, "trainer.router_replay=R3")
     assert "trainer.router_replay is R3" in problem
-    assert problems(dense, "trainer.router_replay=none") == []
+    assert problems(dense) == []
+
+
+def test_heads_that_the_attention_of_vllm_lacks_on_the_cpu_are_refused(tmp_path):
+    config = tiny_models.qwen3_dense_config(head_dim=16)
+    small = tiny_models.save_checkpoint(config, tmp_path, seed=0)
+    (problem,) = problems(small)
+    assert "engine.name is 'vllm'" in problem and "heads of 16 channels" in problem and "engine=sglang" in problem
+    assert problems(small, "engine.device=cuda") == []
 
 
 def test_lora_targets_that_the_model_lacks_are_refused_with_those_that_it_has(checkpoint):
@@ -78,3 +89,83 @@ def test_agents_outside_of_the_run_need_a_key_and_an_address(overrides, named, t
     config = load_config([f"output_dir={tmp_path}", task, *overrides])
     with pytest.raises(ConfigError, match=named) if named else contextlib.nullcontext():
         check_run(config)
+
+
+TASKS = """
+from async_rl import Task
+
+async def agent(prompt, access):
+    return 1.0
+
+def exact(completion, answer):
+    return completion.text == answer
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+task = Task(prompts=ROWS, rewards=exact, validation=0.25, end_of_turn="<|im_end|>")
+nothing_held_out = Task(prompts=ROWS, rewards=exact, end_of_turn="<|im_end|>")
+agent_gives_rewards = Task(prompts=ROWS, agent=agent, end_of_turn="<|im_end|>")
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A function: task and overrides -> config of a run with a checkpoint of its own."""
+    (tmp_path / "mine.py").write_text(TASKS)
+    save_initial_checkpoint(tmp_path / "model", tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+
+    def config(task, *overrides):
+        factory = f"task.factory={tmp_path / 'mine.py'}:{task}"
+        return load_config(["task=python", factory, f"model.checkpoint={tmp_path / 'model'}", *overrides])
+
+    return config
+
+
+def test_an_agent_that_gives_its_rewards_needs_no_reward_function(own, tmp_path):
+    checked = check_run(own("agent_gives_rewards", f"output_dir={tmp_path / 'run'}"))
+    assert checked.task.reward is None
+
+
+def test_a_run_without_held_out_prompts_says_so_and_validates_nothing(own, tmp_path):
+    checked = check_run(own("nothing_held_out", f"output_dir={tmp_path / 'run'}"))
+    assert not any(checked.held_out.values())
+    assert [text for text in checked.warnings if "nothing is validated" in text]
+    assert any(check_run(own("task", f"output_dir={tmp_path / 'run'}")).held_out.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("optimizer.lr=1e-4",), ["optimizer.lr is 0.0001"]),
+        (("optimizer.lr=1e-4", "trainer.lora.rank=4"), []),
+        (("rollout.limits.max_tokens=511",), ["rollout.limits.max_tokens is 511"]),
+        (("rollout.limits.max_new_tokens_per_turn=64",), ["max_new_tokens_per_turn is 64"]),
+        (("validation.prompts=0",), ["validation.prompts is 0"]),
+        (("cluster.gpus_per_rank=1", "engine.enforce_eager=true"), ["engine.enforce_eager is true"]),
+        (("cluster.gpus_per_rank=1", "trainer.layer_spec=local"), ["one after another"]),
+        ((), []),
+    ],
+)
+def test_settings_far_from_practice_are_warned_about(overrides, named, own, tmp_path):
+    usual = ("engine.max_model_len=512", "model.checkpoint=" + str(tmp_path / "model"))
+    warnings = check_run(own("task", f"output_dir={tmp_path / 'run'}", *usual, *overrides)).warnings
+    assert len(warnings) == len(named) and all(part in line for part, line in zip(named, warnings, strict=True)), (
+        warnings
+    )
+
+
+def test_no_setting_of_a_tiny_model_is_warned_about(tmp_path):
+    assert check_run(load_config([f"output_dir={tmp_path}"])).warnings == ()
+
+
+@pytest.mark.parametrize("trace", ["journal/queue.sqlite", "checkpoints/step-000002/run.json"])
+def test_the_folder_of_another_task_or_model_is_refused_at_the_start(trace, own, tmp_path):
+    run = tmp_path / "run"
+    first = own("task", f"output_dir={run}")
+    record_config(run, first, train_step=0)
+    (run / trace).parent.mkdir(parents=True)
+    (run / trace).touch()
+    assert list(another_run(first)) == []
+    (line,) = another_run(own("nothing_held_out", f"output_dir={run}"))
+    assert f"output_dir is {run}" in line and "mine.py:task" in line and "another output_dir" in line
+    (line,) = another_run(load_config([f"output_dir={run}", "task=python", f"task.factory={first.task.factory}"]))
+    assert "model.checkpoint" in line
