@@ -122,7 +122,7 @@ def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping
     problems.found += _quantization_problems(config, checkpoint)
     if task is not None:
         held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
-    if held_out is not None and not any(held_out.values()):
+    if config.validation.prompts and held_out is not None and not any(held_out.values()):
         problems.found.append(f"task.factory is {config.task.factory}, which holds out no prompt; set its validation")
     if problems.found:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))

@@ -161,8 +161,8 @@ def test_no_setting_of_a_tiny_model_is_warned_about(tmp_path):
 def test_the_folder_of_another_task_or_model_is_refused_at_the_start(trace, own, tmp_path):
     run = tmp_path / "run"
     first = own("task", f"output_dir={run}")
-    record_config(run, first, train_step=0)
     (run / trace).parent.mkdir(parents=True)
+    record_config(run, first, train_step=0)
     (run / trace).touch()
     assert list(another_run(first)) == []
     (line,) = another_run(own("nothing_held_out", f"output_dir={run}"))
