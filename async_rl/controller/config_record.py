@@ -48,7 +48,8 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
 def another_run(config: RunConfig) -> Iterator[str]:
     """Why `output_dir` holds a run of another task or model, which this run cannot continue."""
     directory = config.output_dir
-    if not any(directory.glob("journal/*.sqlite")) and not any(directory.glob("checkpoints/step-*")):
+    started = any(directory.glob("journal/*.sqlite")) or any(directory.glob("checkpoints/step-*"))
+    if not started or not (directory / FIRST).is_file():
         return
     recorded, current = _read(newest_config(directory)), plain_values(config)
     for section, field in (("task", "factory"), ("model", "checkpoint")):

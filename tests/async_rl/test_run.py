@@ -276,9 +276,9 @@ def test_the_check_of_a_run_prints_a_summary_and_leaves_nothing(model, capsys, t
     shown = capsys.readouterr().out
     for part in ("qwen3_moe, 919,168 parameters, 4 layers, 8 experts, top 2", "2 ranks = data 2", "vllm, 1 replicas"):
         assert part in shown
-    memory = re.search(r"a trainer rank holds (\S+) GiB .* holds (\S+) GiB of weights.* take (\S+) GiB", shown)
-    weights, kv = 919_168 / 2**30, 128 * 256 * 4 * 2 * 2 * 32 * 4 / 2**30
-    assert [float(value) for value in memory.groups()] == pytest.approx([16 * weights, 4 * weights, kv], rel=0.01)
+    memory = re.search(r"(?s)a trainer rank holds (\S+) GiB .* rank holds (\S+) GiB = .* take (\S+) GiB", shown)
+    weights, kv = 919_168 / 2**30, 128 * 1024 * 4 * 2 * 2 * 32 * 4 / 2**30
+    assert [float(value) for value in memory.groups()] == pytest.approx([20 * weights, 4 * weights, kv], rel=0.01)
     assert not ray.is_initialized() and not (tmp_path / "run").exists()
 
 
