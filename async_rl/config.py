@@ -31,6 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from async_rl.endpoint.config import EndpointConfig
+from async_rl.files.command import prog
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
@@ -601,7 +602,7 @@ def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
             values = value.split(",") if isinstance(parsed.value(), ChoiceSweep) and "(" not in value else ["..."]
             raise ConfigError(
                 f"{word} has several values, and a run has one of each; start a run for each value: for value in "
-                f"{' '.join(values)}; do python -m async_rl.run {name}=$value name=run-$value; done"
+                f"{' '.join(values)}; do {prog('run')} {name}=$value name=run-$value; done"
             )
         if word.startswith("staleness.max_staleness=") and "staleness=synchronous" in overrides and value != "0":
             raise ConfigError(

@@ -1,9 +1,14 @@
 """`python -m async_rl.evaluate MODEL_OR_RUN [overrides]`: held-out prompts on a checkpoint or on the model of a run.
 
-Exit codes: 0 done, 1 failed, 2 refused before any process started.
+Exit codes: 0 done, 1 failed, 2 refused before any process started, 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
+
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.evaluate")
 
 import argparse
 import contextlib
@@ -13,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from async_rl.files.command import EXIT_INTERRUPTED, prog
 from async_rl.files.masking import mask_text
 from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, hydra_value, task_overrides
 from async_rl.weights.model_settings import local_checkpoint
@@ -62,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = uvloop.run(evaluation.run(out.absolute()))
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
-        return EXIT_FAILED
+        return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ended it is reported as its last lines
         sys.stderr.write(failure_text(error))
         return EXIT_FAILED
@@ -104,7 +110,7 @@ def _new_folder(directory: Path) -> Path:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m async_rl.evaluate", description="Roll out held-out prompts, and report rewards and pass@k."
+        prog=prog("evaluate"), description="Roll out held-out prompts, and report rewards and pass@k."
     )
     add = parser.add_argument
     add(
@@ -123,7 +129,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="for instance validation.prompts=64 validation.samples=8 validation.sampling.temperature=0.6",
     )
     return parser.parse_intermixed_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

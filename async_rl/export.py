@@ -5,6 +5,11 @@ Exit codes: 0 done, 2 the export cannot be made as asked.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.export")
+
 import argparse
 import sys
 from collections.abc import Sequence
@@ -15,6 +20,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from async_rl.files.command import prog
 from async_rl.trainer.model.model import ParallelConfig, TrainerConfig
 
 EXIT_REFUSED = 2
@@ -129,13 +135,9 @@ def checkpoint_of(directory: Path, step: int | None) -> Path:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m async_rl.export", description="Make a Hugging Face checkpoint from a checkpoint of a run."
+        prog=prog("export"), description="Make a Hugging Face checkpoint from a checkpoint of a run."
     )
     parser.add_argument("directory", type=Path, help="output_dir of the run")
     parser.add_argument("--step", type=int, default=None, help="train step of the checkpoint, default: the newest")
     parser.add_argument("--out", type=Path, default=None, help="new folder, default: DIRECTORY/export/step-NNNNNN")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,17 @@
 """`python -m async_rl.run [overrides]`: Hydra -> RunConfig -> Launcher.
 
-Exit codes: 0 done or stopped on request, 1 a stage failed, 2 the run cannot be started as asked.
+Exit codes: 0 done or stopped on request, 1 a stage failed, 2 the run cannot be started as asked, 130 stopped at once.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.run")
+
 import argparse
 import contextlib
-import gc
 import os
 import re
 import shlex
@@ -20,6 +24,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from async_rl.compat.garbage import make_collections_rare, no_collections
+from async_rl.files.command import EXIT_INTERRUPTED, prog, words
 from async_rl.files.logs import notes_of
 from async_rl.files.masking import MASK, mask_text, masked
 from async_rl.files.owner import living_owner, owned
@@ -85,7 +90,7 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         uvloop.run(program.run())
     except KeyboardInterrupt:
         sys.stderr.write("stopped at once; the last checkpoint stands\n")
-        return EXIT_FAILED
+        return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ended the run is reported as its last lines
         text = failure_text(error)
         sys.stderr.write(text)
@@ -115,7 +120,7 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
     overrides = [_masked(word) for word in arguments.overrides if word.partition("=")[0].lstrip("+") not in own]
     return shlex.join(
         [
-            *(sys.executable, "-m", "async_rl.run"),
+            *words("run"),
             *options,
             *overrides,
             f"output_dir={hydra_value(str(output_dir))}",
@@ -177,7 +182,7 @@ def hydra_value(text: str) -> str:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m async_rl.run",
+        prog=prog("check" if "--check" in argv and "check" in sys.argv[1:2] else "run"),
         description="Train with asynchronous RL.",
         epilog=_groups(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -215,12 +220,7 @@ def _groups() -> str:
             "Any field may be set by its dotted key, as in rollout.workers=2; task.options.NAME=VALUE sets a parameter",
             "of the task. --show lists all keys, and docs/reference explains them.",
             "",
-            "exit codes: 0 done or stopped on request, 1 failed, 2 refused before any process started",
+            "exit codes: 0 done or stopped on request, 1 failed, 2 refused before any process started,",
+            "130 stopped at once by Ctrl-C",
         ]
     )
-
-
-if __name__ == "__main__":
-    code = main()
-    gc.freeze()  # Python would visit all objects once more before it exits
-    sys.exit(code)

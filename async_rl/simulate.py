@@ -5,6 +5,11 @@ Exit codes: 0 every invariant held, 1 one was broken, 2 the arguments make no se
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.simulate")
+
 import argparse
 import sys
 import time
@@ -12,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from async_rl.files.command import prog
 from async_rl.simulator.outcome import Outcome, run_briefly, run_seed, shrink, summary
 
 CHUNK = 20  # seeds that a process is given together
@@ -75,7 +81,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m async_rl.simulate",
+        prog=prog("simulate"),
         description="Run the control code under random schedules and faults, in virtual time, and check invariants.",
     )
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds, default: 200")
@@ -90,7 +96,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.seed is None and (arguments.trace or arguments.faults is not None):
         parser.error("--trace and --faults are about one seed; name it with --seed")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

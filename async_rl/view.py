@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.view")
+
 import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_rl.files.command import prog
 from async_rl.metrics.viewer import write_page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m async_rl.view", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog("view"), description=(__doc__ or "").partition("`: ")[2])
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir of a run")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="page, default: DIR/rollouts.html")
     arguments = parser.parse_args(argv)
@@ -38,7 +44,3 @@ def _decoder(folder: Path) -> Callable[[int], str] | None:
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,6 +26,7 @@ from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes, place_run
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.files.atomic_dir import make_folder
+from async_rl.files.command import prog
 from async_rl.files.owner import identity
 from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.console import RunConsole
@@ -246,6 +247,6 @@ class Launcher:
             steps = self._config.total_train_steps
             return (
                 f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in "
-                f"{self._directory}; python -m async_rl.explain {self._directory} says what limited the throughput"
+                f"{self._directory}; {prog('explain')} {self._directory} says what limited the throughput"
             )
         return f"stopped; continue with: {self._resume_command}"

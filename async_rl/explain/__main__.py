@@ -5,6 +5,11 @@ DIR is the directory of a run that has ended or still runs.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.explain.__main__")
+
 import argparse
 import json
 import sys
@@ -13,6 +18,7 @@ from pathlib import Path
 
 from async_rl.explain.division import CAUSES
 from async_rl.explain.explanation import Explanation, explain
+from async_rl.files.command import prog
 from async_rl.plan.records import RecordsError
 
 LEAST_SHARE = 0.005  # of a cause that is printed
@@ -22,7 +28,7 @@ NUM_OVERRIDES = 5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the explanation; returns the exit code: 0, or 2 if the directory cannot be explained."""
-    parser = argparse.ArgumentParser(prog="python -m async_rl.explain", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog("explain"), description=(__doc__ or "").partition("`: ")[2])
     parser.add_argument("directory", type=Path, metavar="DIR", help="output_dir of a run")
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     arguments = parser.parse_args(sys.argv[1:] if argv is None else argv)
@@ -86,7 +92,3 @@ def _overrides(explanation: Explanation) -> Iterator[str]:
     if explanation.simulated_step_s is not None:
         measured, simulated = 3600 / explanation.steps_per_hour, explanation.simulated_step_s
         yield f"A step of the run took {measured:.2f} s; with its rates, the simulation takes {simulated:.2f} s."
-
-
-if __name__ == "__main__":
-    sys.exit(main())

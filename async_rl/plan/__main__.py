@@ -6,6 +6,11 @@ of a run. Exit codes: 0 asynchronous training is faster, 1 it is not, 2 the argu
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first, as the imports below take seconds
+    from async_rl.files.command import end_process
+
+    end_process("async_rl.plan.__main__")
+
 import argparse
 import json
 import sys
@@ -13,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from async_rl.files.command import prog
 from async_rl.plan.description import Description, PlanError, read_description
 from async_rl.plan.measured import describe_run
 from async_rl.plan.planner import Plan, make_plan
@@ -70,7 +76,7 @@ def table(plan: Plan) -> Iterator[str]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m async_rl.plan", description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog("plan"), description=(__doc__ or "").partition("`: ")[2])
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("file", type=Path, nargs="?", metavar="FILE", help="YAML with cluster, workload and rates")
     source.add_argument("--run", type=Path, default=None, metavar="DIR", help="output_dir of a run")
@@ -87,7 +93,3 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if arguments.bound is not None and arguments.bound < 0:
         parser.error(f"--bound is {arguments.bound}; must be at least 0 (0 is synchronous training)")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from async_rl.files.command import prog
 from async_rl.simulator.scenario import Fault, Scenario, draw_scenario
 from async_rl.simulator.world import Event, World
 
@@ -41,7 +42,7 @@ class Outcome:
     def command(self) -> str:
         """Replays it."""
         chosen = "" if self.faults is None else f" --faults {','.join(map(str, self.faults)) or 'none'}"
-        return f"python -m async_rl.simulate --seed {self.seed}{chosen} --trace"
+        return f"{prog('simulate')} --seed {self.seed}{chosen} --trace"
 
     def trace(self) -> Iterator[str]:
         """The events, a line each."""
