@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_rl.files.command import EXIT_INTERRUPTED, prog
+from async_rl.files.command import EXIT_INTERRUPTED, prog, run_loop
 from async_rl.files.masking import mask_text
 from async_rl.run import EXIT_FAILED, EXIT_REFUSED, failure_text, hydra_value, task_overrides
 from async_rl.weights.model_settings import local_checkpoint
@@ -62,10 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write("".join(f"error: {mask_text(line)}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
-    import uvloop
-
     try:
-        result = uvloop.run(evaluation.run(out.absolute()))
+        result = run_loop(evaluation.run(out.absolute()))
     except KeyboardInterrupt:
         sys.stderr.write("stopped\n")
         return EXIT_INTERRUPTED

@@ -24,7 +24,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from async_rl.compat.garbage import make_collections_rare, no_collections
-from async_rl.files.command import EXIT_INTERRUPTED, prog, words
+from async_rl.files.command import EXIT_INTERRUPTED, prog, run_loop, words
 from async_rl.files.logs import notes_of
 from async_rl.files.masking import MASK, mask_text, masked
 from async_rl.files.owner import living_owner, owned
@@ -84,10 +84,8 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     except ValueError as error:
         sys.stderr.write("".join(f"error: {mask_text(line)}\n" for line in f"{error}".splitlines()))
         return EXIT_REFUSED
-    import uvloop
-
     try:
-        uvloop.run(program.run())
+        run_loop(program.run())
     except KeyboardInterrupt:
         sys.stderr.write("stopped at once; the last checkpoint stands\n")
         return EXIT_INTERRUPTED

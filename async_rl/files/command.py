@@ -7,11 +7,18 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
+T = TypeVar("T")
 EXIT_INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
+ON_STOP: list[Callable[[], None]] = []
+"""Called if the process ends at once, where no `finally` is reached."""
+CATCHING = {"_frozen_importlib", "importlib", "hydra", "omegaconf", "pydantic"}
+"""Packages below whose functions a KeyboardInterrupt is caught and lost: modules that are imported do that."""
 
 
 def words(command: str) -> list[str]:
@@ -38,7 +45,7 @@ def prog(command: str) -> str:
 def end_process(module: str) -> NoReturn:
     """Run `main` of a module with the arguments of this process, and end the process with its exit code.
 
-    Ctrl-C gives one line, also during the imports of the module.
+    Ctrl-C gives one line and EXIT_INTERRUPTED.
 
     The process ends without freeing its objects, after all that Python does at an exit: that takes up to seconds with
     torch and vLLM, and C++ modules, such as triton's, report each object that is still there as a leak.
@@ -53,6 +60,8 @@ def end_process(module: str) -> NoReturn:
         os._exit(code)
 
     atexit.register(leave)
+    signal.signal(signal.SIGINT, _interrupt)
+    sys.unraisablehook = _unraisable
     try:
         code = import_module(module).main(sys.argv[1:])
     except KeyboardInterrupt:
@@ -63,3 +72,40 @@ def end_process(module: str) -> NoReturn:
         code = 1
         raise  # a defect: Python shows where
     sys.exit(code)
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on an event loop; asyncio turns the first Ctrl-C into its cancel, so that it can clean up.
+
+    Raises:
+        KeyboardInterrupt: after Ctrl-C.
+    """
+    import uvloop  # not for commands without a loop
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = sys.__unraisablehook__
+    return uvloop.run(work)
+
+
+def _interrupt(_number: int, frame: FrameType | None) -> None:
+    """Ctrl-C outside of an event loop."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] in CATCHING:
+            _stop_at_once()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _unraisable(found: sys.UnraisableHookArgs) -> None:
+    """A KeyboardInterrupt that nothing can catch ends the process too."""
+    if issubclass(found.exc_type, KeyboardInterrupt):
+        _stop_at_once()
+    sys.__unraisablehook__(found)
+
+
+def _stop_at_once() -> NoReturn:
+    for call in ON_STOP:
+        call()
+    sys.stderr.write("stopped\n")
+    sys.stderr.flush()
+    os._exit(EXIT_INTERRUPTED)

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from async_rl.files.command import ON_STOP
+
 LOCK = "run.lock"
 TRIES, WAIT_S = 5, 0.05  # `living_owner` holds the lock for a moment
 _held: set[int] = set()
@@ -41,15 +43,21 @@ def owned(directory: Path) -> Generator[None]:
             f"output_dir is {directory}, which cannot be written or locked ({error.strerror or error}); make it "
             "writable, make room, or give another one, on a file system with locks (flock)"
         ) from error
-    try:
-        yield
-    finally:
+
+    def release() -> None:
         with contextlib.suppress(OSError):
             if made and [path.name for path in directory.iterdir()] == [LOCK]:
                 (directory / LOCK).unlink()
                 for path in made:
                     path.rmdir()
         _close(descriptor)
+
+    ON_STOP.append(release)
+    try:
+        yield
+    finally:
+        ON_STOP.remove(release)
+        release()
 
 
 def identity(directory: Path) -> str:
