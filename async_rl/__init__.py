@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from async_rl.config import ConfigError, RunConfig, load_config
     from async_rl.inference.replica import EngineReplica
+    from async_rl.metrics.callbacks import RunEvent
     from async_rl.rollout.task import Demonstration, Task, TaskConfig, build_task
+    from async_rl.run import TrainResult, train
     from async_rl.weights.transport import WeightUpdate
 
 __all__ = [
@@ -17,17 +19,22 @@ __all__ = [
     "Demonstration",
     "EngineReplica",
     "RunConfig",
+    "RunEvent",
     "Task",
     "TaskConfig",
+    "TrainResult",
     "WeightUpdate",
     "build_task",
     "load_config",
+    "train",
 ]
 
 _MODULES = {
     "async_rl.config": ("ConfigError", "RunConfig", "load_config"),
     "async_rl.inference.replica": ("EngineReplica",),
+    "async_rl.metrics.callbacks": ("RunEvent",),
     "async_rl.rollout.task": ("Demonstration", "Task", "TaskConfig", "build_task"),
+    "async_rl.run": ("TrainResult", "train"),
     "async_rl.weights.transport": ("WeightUpdate",),
 }
 

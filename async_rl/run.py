@@ -12,25 +12,33 @@ if __name__ == "__main__":  # first, as the imports below take seconds
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from async_rl.compat.garbage import make_collections_rare, no_collections
+from async_rl.files.atomic_dir import whole_file
 from async_rl.files.command import EXIT_INTERRUPTED, prog, run_loop, words
 from async_rl.files.logs import notes_of
 from async_rl.files.masking import MASK, mask_text, masked
 from async_rl.files.owner import living_owner, owned
 
+if TYPE_CHECKING:
+    from async_rl.metrics.callbacks import RunEvent
+    from async_rl.rollout.task import Task
+
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+_OF_OBJECT = ("task=python", "task.factory=task.pkl:task")  # the folder is added
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,12 +98,129 @@ def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         sys.stderr.write("stopped at once; the last checkpoint stands\n")
         return EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever ended the run is reported as its last lines
-        text = failure_text(error)
-        sys.stderr.write(text)
-        with contextlib.suppress(OSError), (config.output_dir / "logs" / "driver.log").open("a") as log:
-            log.write(text)
+        sys.stderr.write(_logged_failure(error, config.output_dir))
         return EXIT_FAILED
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Result of `train`."""
+
+    output_dir: Path
+    """Directory of the run."""
+    finished: bool
+    """Whether all train steps were done; False after Ctrl-C, and then the same call continues the run."""
+    model: Path | None
+    """Hugging Face folder of the trained model; None if the run was stopped."""
+    metrics: Mapping[str, Any]
+    """Metrics of the last train step, as in metrics.jsonl."""
+    validation: Mapping[str, Any]
+    """Metrics of the last validation, as in validation.jsonl; empty without one."""
+
+
+def train(
+    task: Task | Callable[..., Task] | str | Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    on_step: Callable[[RunEvent], Any] | None = None,
+    on_publish: Callable[[RunEvent], Any] | None = None,
+    on_validation: Callable[[RunEvent], Any] | None = None,
+    on_end: Callable[[RunEvent], Any] | None = None,
+) -> TrainResult:
+    """Train as the command `async-rl run` does, from a script or a notebook, and return when the run has ended.
+
+        train("products.py", {"model.checkpoint": PATH, "total_train_steps": 5}, on_step=print)
+
+    The first Ctrl-C finishes the train step and saves, the second stops at once. The same call continues the run.
+    A callback is a plain or async function. It is called while the run goes on, in order; an error in it, or more than
+    a minute, is a warning. A step that is trained again after a restart is told again.
+
+    Args:
+        task: a Task, a function that returns one, or `FILE.py` or `FILE.py:NAME` of either. An object is stored in the
+            run directory (`task.pkl`), with the code that the script or notebook defines.
+        config: values by dotted keys or nested, with the keys of the command's overrides.
+        on_step: called after each train step. on_publish: when all replicas serve a version. on_validation: after a
+            validation. on_end: at the end, also after a stop, but not after an error.
+
+    Raises:
+        ValueError: the run is refused before any process starts; a line per problem.
+        RuntimeError: the run failed; the text has the ends of logs and the causes.
+        KeyboardInterrupt: stopped at once.
+    """
+    from async_rl.config import build_config, composed_values
+    from async_rl.rollout.task import PICKLED, pickled_task
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    given = {"step": on_step, "publish": on_publish, "validation": on_validation, "end": on_end}
+    callbacks = cast(Any, {kind: function for kind, function in given.items() if function is not None})
+    is_path = isinstance(task, str | Path)
+    overrides = [*(task_overrides(str(task)) if is_path else _OF_OBJECT), *config_overrides(config or {})]
+    with contextlib.ExitStack() as stack:
+        values = composed_values(overrides)
+        directory = _absolute(values["output_dir"])
+        stack.enter_context(owned(directory))
+        file = directory / "task.pkl"
+        if not is_path:
+            values["task"]["factory"] = f"{file}:task"
+            overrides.append(f"task.factory={_hydra_value(values['task']['factory'])}")
+            PICKLED[file] = pickled_task(task)
+            stack.callback(PICKLED.pop, file)
+        from async_rl.controller.interrupt import run_in_thread
+        from async_rl.controller.launcher import Launcher
+
+        command = resume_command(_parse(overrides), output_dir=directory)
+        program = Launcher(build_config(values), resume_command=command, callbacks=callbacks)
+        if not is_path:
+            with whole_file(file) as partial:
+                partial.write_bytes(PICKLED[file])
+        try:
+            finished = run_in_thread(program.run)
+        except Exception as error:
+            raise RuntimeError(_logged_failure(error, directory).rstrip()) from error
+    return TrainResult(
+        output_dir=directory,
+        finished=finished,
+        model=directory / "final" if finished else None,
+        metrics=_last(directory / "metrics.jsonl"),
+        validation=_last(directory / "validation.jsonl"),
+    )
+
+
+def config_overrides(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Hydra overrides of a mapping with dotted or nested keys: `{"engine": "sglang", "rollout": {"workers": 2}}`.
+
+    Raises:
+        ValueError: a value is of no kind that a config has.
+    """
+    from async_rl.config import CONFIGS
+
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from config_overrides(cast(Mapping[str, Any], value), f"{name}.")
+        else:
+            is_preset = isinstance(value, str) and (CONFIGS / name).is_dir()
+            yield f"{name}={value if is_preset else _hydra_text(value, name=name)}"
+
+
+def _hydra_text(value: Any, *, name: str) -> str:
+    if value is None or isinstance(value, bool | int | float):
+        return "null" if value is None else repr(value).lower()
+    if isinstance(value, str | Path):
+        return _hydra_value(str(value))
+    if isinstance(value, list | tuple):
+        return f"[{','.join(_hydra_text(each, name=name) for each in cast(Sequence[Any], value))}]"
+    if isinstance(value, Mapping):
+        parts = (f"{key}:{_hydra_text(each, name=name)}" for key, each in cast(Mapping[str, Any], value).items())
+        return f"{{{','.join(parts)}}}"
+    raise ValueError(f"{name} is {value!r}; give a text, a number, True, False, None, a list or a mapping of these")
+
+
+def _last(path: Path) -> Mapping[str, Any]:
+    """The last record of a file; empty if it has none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return json.loads(lines[-1]) if lines else {}
 
 
 def task_overrides(task: str | None) -> list[str]:
@@ -134,6 +259,14 @@ def _masked(override: str) -> str:
     for key in reversed(name.lstrip("+~").split(".")):
         value = {key: value}
     return f"{name}={hydra_value(MASK)}" if masked(value) != value else override
+
+
+def _logged_failure(error: BaseException, directory: Path) -> str:
+    """`failure_text`, which is also written to the log of the run."""
+    text = failure_text(error)
+    with contextlib.suppress(OSError), (directory / "logs" / "driver.log").open("a") as log:
+        log.write(text)
+    return text
 
 
 def failure_text(error: BaseException) -> str:

@@ -484,6 +484,8 @@ class Controller:
         self._schedule_replay.loaded(self._version_updates[version])
         await self._queue.loaded(version)
         self._served.notify_all()
+        metrics = {"param_version": float(version), **self._last_publish.metrics()}
+        self._recorder.published(self._version_updates[version], metrics)
 
     def _end_queued(self, groups: Iterable[int], **args: str) -> None:
         """End the spans of groups that leave the queue."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from async_rl.cluster.actors import Placement
 from async_rl.cluster.clients import TrainerClient
@@ -29,6 +30,7 @@ from async_rl.files.atomic_dir import make_folder
 from async_rl.files.command import prog
 from async_rl.files.owner import identity
 from async_rl.inference.pool import ReplicaPool
+from async_rl.metrics.callbacks import Callbacks, Kind, RunEvent
 from async_rl.metrics.console import RunConsole
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.report import read_run, write_report
@@ -50,9 +52,17 @@ class Launcher:
 
     Args:
         resume_command: shell command that continues the run after a stop; it is shown then.
+        callbacks: functions of the user; see `async_rl.metrics.callbacks`.
     """
 
-    def __init__(self, config: RunConfig, *, resume_command: str) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        resume_command: str,
+        callbacks: Mapping[Kind, Callable[[RunEvent], Any]] | None = None,
+    ) -> None:
+        self._callbacks = callbacks or {}
         self._config = config
         self._resume_command = resume_command
         Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).recover()
@@ -89,8 +99,16 @@ class Launcher:
                 train_step=self._resume.state.train_step,
             )
             trackers = build_trackers(config.tracking, tracked, warn=console.warn)
-            recorder = Recorder(self._directory, console=console, trackers=trackers, rollouts=config.rollout.record)
+            callbacks = Callbacks(self._callbacks)
+            recorder = Recorder(
+                self._directory,
+                console=console,
+                trackers=trackers,
+                rollouts=config.rollout.record,
+                tell=callbacks.tell,
+            )
             stack.callback(recorder.close)
+            await stack.enter_async_context(callbacks.calling(recorder.warn_once))
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
             for text in (*self._warnings, *self._task.notes):
@@ -117,6 +135,7 @@ class Launcher:
                 nodes.cancel()
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
+            recorder.ended()
             return finished
 
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:

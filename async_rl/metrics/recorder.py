@@ -7,13 +7,14 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig
+from async_rl.metrics.callbacks import Kind
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.registry import METRICS, metric_of
 from async_rl.metrics.trackers import Trackers
@@ -76,6 +77,7 @@ class Recorder:
         console: gets every record except those of the ledger; None shows nothing.
         trackers: get metrics and held-out rollouts; None for no trackers.
         rollouts: bounds on the failed rollouts that are kept; None keeps none.
+        tell: called with the kind of an event, its train step and metrics; see `async_rl.metrics.callbacks`.
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
@@ -88,8 +90,11 @@ class Recorder:
         console: Console | None,
         trackers: Trackers | None = None,
         rollouts: RecordConfig | None = None,
+        tell: Callable[[Kind, int, Mapping[str, float]], None] = lambda _kind, _step, _metrics: None,
     ) -> None:
         make_folder(directory)
+        self._tell = tell
+        self._last: Mapping[str, float] = {}
         self._directory = directory
         self._open()
         self._console = console
@@ -148,6 +153,8 @@ class Recorder:
             self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
         if self._trackers is not None:
             self._trackers.log(metrics, step)
+        self._last = metrics
+        self._tell("step", step, metrics)
         if self._console is not None:
             self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
 
@@ -158,8 +165,17 @@ class Recorder:
         if self._trackers is not None:
             self._trackers.log(metrics, train_step)
             self._trackers.table(result.rows(train_step), train_step)
+        self._tell("validation", train_step, metrics)
         if self._console is not None:
             self._console.validation(train_step, result)
+
+    def published(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """Tell that the replicas serve the weights of a train step."""
+        self._tell("publish", train_step, metrics)
+
+    def ended(self) -> None:
+        """Tell that the run has ended."""
+        self._tell("end", self._train_step, self._last)
 
     def validation_rollouts(self, train_step: int, result: ValidationResult) -> None:
         """Write the rollouts of the newest round to validation_rollouts.jsonl. Blocks; may be called in a thread."""

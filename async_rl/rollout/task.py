@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
 import inspect
+import pickle
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,6 +40,8 @@ from message_queue.trajectory import POLICY
 
 T = TypeVar("T")
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+PICKLED: dict[Path, bytes] = {}
+"""File of a pickled task that this process writes once its run is not refused -> its content."""
 UNNAMED = ""  # the only set of held-out prompts, if it has no name
 Demonstration = tuple[Int32Array, BoolArray]
 """Token ids int32 [t] and loss mask bool [t]."""
@@ -341,7 +345,8 @@ class TaskConfig:
     """
 
     factory: str
-    """`module:name` or `path/of/file.py:name` of a Task, or of a function that returns one."""
+    """`module:name` or `path/of/file.py:name` of a Task, or of a function that returns one; `path/of/file.pkl:task` of
+    one that `async_rl.train` stored."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the function, beside `seed`, the seed of the run."""
     prompt_file: Path | None = None
@@ -536,12 +541,41 @@ def _import_module(name: str) -> ModuleType:
     """Import a module or a file `.py`. The recipes of an installed wheel are below `async_rl`."""
     if name.endswith(".py"):
         return _import_file(Path(name))
+    if name.endswith(".pkl"):
+        return _unpickle(Path(name))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if name.partition(".")[0] != "recipes" or error.name is None or not error.name.startswith("recipes"):
             raise
         return importlib.import_module(f"async_rl.{name}")
+
+
+def pickled_task(task: Task | Callable[..., Task]) -> bytes:
+    """A task for other processes and later runs, with the code that a script or a notebook defines.
+
+    Raises:
+        ValueError: it has a part that cannot be pickled.
+    """
+    copied = copy.copy(task)
+    vars(copied).pop("_rows", None)  # they are of the seed so far
+    pickler: Any = cloudpickle
+    try:
+        return pickler.dumps(([str(Path(path).absolute()) for path in sys.path], pickler.dumps(copied)))
+    except Exception as error:
+        raise ValueError(
+            f"task is {task!r}, which cannot be sent to other processes: {describe_error(error)}; make that part in a "
+            "function that returns the task, or give 'FILE.py:NAME'"
+        ) from error
+
+
+def _unpickle(path: Path) -> ModuleType:
+    """A module with the task of `pickled_task`, which finds the modules that it found there."""
+    paths, pickled = pickle.loads(PICKLED.get(path) or path.read_bytes())
+    sys.path += [each for each in paths if each not in sys.path]
+    module = ModuleType("task")
+    vars(module)["task"] = pickle.loads(pickled)
+    return module
 
 
 def _import_file(path: Path) -> ModuleType:
