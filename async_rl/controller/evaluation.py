@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -65,13 +66,12 @@ class Evaluation:
             processes = Processes(
                 config,
                 task=self._task,
-                placement=await place_run(config, ranks=0, stack=stack, status=console.status),
+                placement=await place_run(config, ranks=0, stack=stack, status=partial(console.phase, "Ray")),
                 stack=stack,
                 weights_directory=None,
                 processes=out / "processes.json",
                 logs=logs,
             )
-            console.status(f"starting {config.engine.replicas} replicas of {config.engine.name}")
             workers = processes.create_rollout_workers()
             pool = ReplicaPool(await processes.start_engines(self._checkpoint, console), on_lost=console.warn)
             await processes.start_rollout_workers(workers, pool)
@@ -86,7 +86,7 @@ class Evaluation:
                 config, pool, rollouts=rollouts, start=processes.replace_replica, note=console.warn
             )
             num_prompts, samples = sum(map(len, self._held_out.values())), config.validation.samples
-            console.status(f"rolling out {num_prompts} held-out prompts x {samples}")
+            console.phase("workers", f"roll out {num_prompts} held-out prompts x {samples}")
             timeout_s = config.sync.timeout_s
             async with asyncio.TaskGroup() as tasks:
                 background = [

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,8 @@ class Launcher:
                 recorder.note(text)
             trace = Trace(self._directory / "trace.json", warn=recorder.warn)
             stack.callback(trace.write)
-            placement = await place_run(config, ranks=config.trainer.ranks, stack=stack, status=console.status)
+            status = partial(console.phase, "Ray")
+            placement = await place_run(config, ranks=config.trainer.ranks, stack=stack, status=status)
             await self._require_places(placement)
             weights_directory = self._weights_directory
             stack.callback(self._remove_versions, recorder)  # if rank 0 died, it did not remove them on this node
@@ -140,18 +142,14 @@ class Launcher:
 
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
-        config = self._config
-        engines = f"{config.engine.replicas} replicas of {config.engine.name}"
-        console.status(f"starting {config.trainer.ranks} trainer ranks and {engines}")
         workers = processes.create_rollout_workers() if self._schedule_replay.free else []
         trainer, replicas, checkpoint = await processes.start(console)
-        console.status(f"starting {config.rollout.workers} rollout workers and the queue")
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
         await processes.start_rollout_workers(workers, pool)
         run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)
-        console.status("first rollouts")
+        console.phase("workers", "first rollouts")
         recovery = RecoveryLoop(
             self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
         )

@@ -48,12 +48,12 @@ async def place_run(
     """Start or join the Ray cluster, and reserve the places of a run with `ranks` trainer ranks; `stack` leaves it.
 
     Args:
-        status: called with texts about the progress.
+        status: called with texts about what Ray does.
 
     Raises:
         PlacementError: an actor needs more than any node has. TimeoutError: the cluster cannot hold the run.
     """
-    status("starting Ray" if config.cluster.address is None else "joining the Ray cluster")
+    status("starting" if config.cluster.address is None else f"joining {config.cluster.address}")
     start_ray(config.cluster)
     if config.cluster.address is None:
         stack.enter_context(no_remains())
@@ -67,8 +67,9 @@ async def place_run(
         nodes_per_replica=config.engine.nodes,
     )
     if shortage := placement.shortage():
-        status(f"waiting for nodes of the Ray cluster: {shortage}")
+        status(f"waiting for nodes: {shortage}")
     await placement.ready()
+    status("ready")
     return placement
 
 
@@ -133,7 +134,7 @@ class Processes:
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
-                console.note(f"warm start {step}/{warm.steps}  loss {loss:.4f}")
+                console.phase("trainer", f"warm start {step}/{warm.steps}, loss {loss:.4f}")
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
@@ -181,9 +182,11 @@ class Processes:
     async def start_rollout_workers(self, workers: Sequence[WorkerClient], pool: ReplicaPool) -> None:
         """Start `workers` on the replicas of `pool`."""
         self._pool = pool
+        self._phase("workers", f"starting {len(workers)}")
         async with asyncio.TaskGroup() as starts:
             for worker in workers:
                 starts.create_task(self._start_worker(worker))
+        self._phase("workers", "ready")
 
     async def remove_worker(self, lost: Worker) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
@@ -238,12 +241,12 @@ class Processes:
         if folder.is_dir():
             return folder
         assert console is not None
-        console.note(f"dequantizing {checkpoint} into {folder}; later runs reuse it")
+        console.phase("checkpoint", f"dequantizing {checkpoint} into {folder}; later runs reuse it")
         stopped, loop = threading.Event(), asyncio.get_running_loop()
 
         def progress(done: int, total: int) -> None:
             if done and done * 10 // total != (done - 1) * 10 // total:
-                loop.call_soon_threadsafe(console.note, f"dequantized {done}/{total} tensors")
+                loop.call_soon_threadsafe(console.phase, "checkpoint", f"dequantized {done}/{total} tensors")
 
         try:
             await asyncio.to_thread(dequantize, checkpoint, folder, stopped=stopped, progress=progress)
@@ -255,6 +258,7 @@ class Processes:
         self, checkpoint: Path, optimizer: OptimizerConfig, *, trainer: TrainerConfig | None = None
     ) -> TrainerClient:
         config = self._config
+        self._phase("trainer", f"starting {config.trainer.ranks} ranks")
         client = await TrainerClient.start(
             trainer or config.trainer,
             optimizer=optimizer,
@@ -272,10 +276,19 @@ class Processes:
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
+        self._phase("trainer", "ready")
         return client
 
     async def _start_replicas(self) -> list[ReplicaClient]:
-        config = self._config
+        config, ready = self._config, list[str]()
+        self._phase("replicas", f"starting {config.engine.replicas} of {config.engine.name}")
+
+        async def start(slot: int) -> ReplicaClient:
+            replica = await self._start_replica(slot=slot, name=f"replica-{slot}")
+            ready.append(replica.name)
+            self._phase("replicas", f"{len(ready)} of {config.engine.replicas} ready")
+            return replica
+
         check_engine(
             config.engine,
             checkpoint=self._checkpoint,
@@ -283,10 +296,7 @@ class Processes:
             force=config.forces_routing,
         )
         async with asyncio.TaskGroup() as starts:
-            tasks = [
-                starts.create_task(self._start_replica(slot=i, name=f"replica-{i}"))
-                for i in range(config.engine.replicas)
-            ]
+            tasks = [starts.create_task(start(slot)) for slot in range(config.engine.replicas)]
         return [task.result() for task in tasks]
 
     async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
@@ -333,6 +343,10 @@ class Processes:
             await self._placement.wait_for_node(options, timeout_s=timeout_s)
         except TimeoutError as cause:
             raise error(f"{name}: no node of the cluster had room for it within {timeout_s:g} s; add one") from cause
+
+    def _phase(self, process: str, text: str) -> None:
+        if self._console is not None:
+            self._console.phase(process, text)
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes

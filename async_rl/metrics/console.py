@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -47,7 +46,6 @@ AVERAGED = ("idle/trainer", "idle/rollout", "throughput/tokens_per_s")
 """Metrics that are shown as means over the last batches, because single batches swing."""
 WINDOW = 10  # batches in such a mean
 WARNING_CHARS = 240  # of the last warning, about three lines of 80 characters
-QUIET_S = 5.0  # without a line; then the console says what the run waits for
 
 
 class RunConsole:
@@ -60,16 +58,13 @@ class RunConsole:
     Args:
         total_train_steps: of the run, for the time left.
         log: file to append to.
-        quiet_s: seconds without a line after which the status is shown again; not on a terminal.
     """
 
-    def __init__(self, *, total_train_steps: int, log: Path, quiet_s: float = QUIET_S) -> None:
+    def __init__(self, *, total_train_steps: int, log: Path) -> None:
         self._total = total_train_steps
         self._first: tuple[int, float] | None = None  # first step that was shown, and its time
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=WINDOW)
-        self._status, self._since = "", time.monotonic()
-        self._spoke, self._quiet_s = self._since, quiet_s
-        self._closed = threading.Event()
+        self._phases: dict[str, str] = {}
         self._view = LiveView(total=total_train_steps, log=log) if sys.stdout.isatty() else None
         file = logging.FileHandler(log, encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -87,11 +82,9 @@ class RunConsole:
         NOTES.setLevel(logging.INFO)
         for handler in self._handlers:
             NOTES.addHandler(handler)
-        if self._view is None:
-            threading.Thread(target=self._repeat_status, daemon=True).start()
 
     def step(self, record: StepRecord) -> None:
-        self._end_status()
+        self._end_phases()
         left, metrics = self._time_left(record), self._averaged(record)
         cells = [(title, _cell(metrics, key, form)) for title, key, form in _COLUMNS]
         STEPS.info("%s  left %s", "  ".join(f"{title} {cell}" for title, cell in cells), left)
@@ -99,14 +92,14 @@ class RunConsole:
             self._view.add([cell for _, cell in cells], step=int(record.metrics["train_step"]), left=left)
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
-        self._end_status()
+        self._end_phases()
         text = _validation_text(train_step, result)
         STEPS.info("%s", text)
         if self._view is not None:
             self._view.set_footer(text)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
-        self._spoke, text = time.monotonic(), mask_text(text)
+        text = mask_text(text)
         NOTES.log(level, "%s", text)
         if self._view is not None and level >= logging.WARNING:
             self._view.warn(text)
@@ -115,15 +108,19 @@ class RunConsole:
         """Show a warning."""
         self.note(text, level=logging.WARNING)
 
-    def status(self, text: str) -> None:
-        """Say what the run does until the next step or validation; repeated with the seconds while there is silence."""
-        self._status, self._since = text, time.monotonic()
-        self.note(text)
+    def phase(self, process: str, text: str) -> None:
+        """Say what a process, or several of a kind, does. All are shown until the next step or validation.
+
+        On a terminal they are one line that lives, elsewhere a line for each change.
+        """
+        if self._phases.get(process) == text:
+            return
+        self._phases[process] = text
+        STEPS.info("%s: %s", process, text)
         if self._view is not None:
-            self._view.set_status(text)
+            self._view.set_status("  ".join(f"{name}: {each}" for name, each in self._phases.items()))
 
     def close(self) -> None:
-        self._closed.set()
         if self._view is not None:
             self._view.close()
         logging.captureWarnings(False)
@@ -133,17 +130,10 @@ class RunConsole:
             NOTES.removeHandler(handler)
             handler.close()
 
-    def _end_status(self) -> None:
-        self._status = ""
+    def _end_phases(self) -> None:
+        self._phases.clear()
         if self._view is not None:
             self._view.set_status("")
-
-    def _repeat_status(self) -> None:
-        """In a thread: show the status again whenever nothing was shown for `quiet_s`."""
-        while not self._closed.wait(self._quiet_s / 5):
-            now, status = time.monotonic(), self._status
-            if status and now - self._spoke >= self._quiet_s:
-                self.note(f"{status}: {now - self._since:.0f} s")
 
     def _averaged(self, record: StepRecord) -> dict[str, float]:
         """The metrics, with means of AVERAGED over the time of the last batches.
@@ -187,6 +177,7 @@ class LiveView:
         self._footer = self._warning = ""
         self._num_warnings = 0
         self._spinner: Spinner | None = None
+        self._status, self._since = "", 0.0
         self._done = 0
         self._left = "--:--"
         self._started = time.monotonic()
@@ -203,8 +194,9 @@ class LiveView:
         self._footer = text
 
     def set_status(self, text: str) -> None:
-        """Show what the run waits for; "" for nothing."""
-        self._spinner = Spinner("dots", Text(text)) if text else None
+        """Show what the run waits for, with the seconds; "" for nothing."""
+        self._spinner = (self._spinner or Spinner("dots")) if text else None
+        self._status, self._since = text, time.monotonic()
 
     def warn(self, text: str) -> None:
         """Show the first line of a warning until the next one."""
@@ -232,6 +224,7 @@ class LiveView:
             count = "1 warning" if self._num_warnings == 1 else f"last of {self._num_warnings} warnings"
             parts.append(Text(f"{count} (all in {self._log}): {self._warning}", style="yellow"))
         if self._spinner is not None:
+            self._spinner.update(text=Text(f"{self._status}  {time.monotonic() - self._since:.0f} s"))
             parts.append(self._spinner)
         bar = ProgressBar(total=self._total, completed=self._done, width=30)
         passed = _clock(time.monotonic() - self._started)

@@ -61,6 +61,10 @@ class Console(Protocol):
         """Show a message. level: of Python's logging."""
         ...
 
+    def phase(self, process: str, text: str) -> None:
+        """Show what a process does."""
+        ...
+
     def close(self) -> None:
         """Flush the output and restore the terminal."""
         ...

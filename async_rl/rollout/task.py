@@ -557,8 +557,11 @@ def pickled_task(task: Task | Callable[..., Task]) -> bytes:
     Raises:
         ValueError: it has a part that cannot be pickled.
     """
+    if not isinstance(task, Task) and not callable(task):
+        raise ValueError(f"task is {task!r}; give a Task, a function that returns one, or 'FILE.py:NAME'")
     copied = copy.copy(task)
-    vars(copied).pop("_rows", None)  # they are of the seed so far
+    if isinstance(copied, Task):
+        vars(copied).pop("_rows", None)  # they are of the seed so far
     pickler: Any = cloudpickle
     try:
         return pickler.dumps(([str(Path(path).absolute()) for path in sys.path], pickler.dumps(copied)))

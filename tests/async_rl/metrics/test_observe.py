@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -357,16 +358,44 @@ def test_console_shows_and_logs_steps_with_the_time_left_and_warnings(tmp_path, 
     assert logged == [*(["INFO", line] for line in steps), ["WARNING", "a node left"]]
 
 
-def test_console_repeats_its_status_until_the_first_step(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log", quiet_s=0.01)
-    console.status("starting Ray")
-    shown = ""
-    while "starting Ray: 0 s" not in shown:
-        shown += capsys.readouterr().out
-    console.step(StepRecord(metrics={"train_step": 1}, staleness_tokens={}))
-    assert console._status == ""
+PHASES = [
+    ("Ray", "starting"),
+    ("Ray", "starting"),
+    ("trainer", "warm start 25/50, loss 2.5"),
+    ("replicas", "starting 2 of vllm"),
+    ("trainer", "warm start 25/50, loss 2.5"),
+    ("trainer", "warm start 50/50, loss 1.5"),
+]
+
+
+def test_console_shows_each_change_of_a_phase_once_if_there_is_no_terminal(tmp_path, capsys):
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    for phase in PHASES:
+        console.phase(*phase)
+    threads = threading.active_count()
     console.close()
-    assert shown.startswith("starting Ray\n")
+    assert threads == threading.active_count(), "nothing repeats a line"
+    changes = [f"{process}: {text}" for process, text in (PHASES[0], PHASES[2], PHASES[3], PHASES[5])]
+    assert capsys.readouterr().out.splitlines() == changes
+    assert [line.split(" ", 3)[3] for line in (tmp_path / "driver.log").read_text().splitlines()] == changes
+
+
+def test_console_shows_all_phases_in_one_line_that_lives_at_a_terminal(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("sys.stdout", terminal)
+    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    for phase in PHASES:
+        console.phase(*phase)
+    drawn = Terminal(width=120, file=io.StringIO())
+    drawn.print(console._view._render())
+    console.step(StepRecord(metrics={"train_step": 1}, staleness_tokens={}))
+    after = Terminal(width=120, file=io.StringIO())
+    after.print(console._view._render())
+    console.close()
+    line = "Ray: starting  trainer: warm start 50/50, loss 1.5  replicas: starting 2 of vllm  0 s"
+    assert line in drawn.file.getvalue() and "trainer:" not in after.file.getvalue()
+    assert "INFO trainer: warm start 25/50" in (tmp_path / "driver.log").read_text()
 
 
 def test_console_shows_throughput_and_idle_shares_over_the_last_batches(tmp_path, capsys):
