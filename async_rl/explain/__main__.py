@@ -19,6 +19,7 @@ from pathlib import Path
 from async_rl.explain.division import CAUSES
 from async_rl.explain.explanation import Explanation, explain
 from async_rl.files.command import prog
+from async_rl.plan.planner import WASTED, wasted
 from async_rl.plan.records import RecordsError
 
 LEAST_SHARE = 0.005  # of a cause that is printed
@@ -76,6 +77,9 @@ def lines(explanation: Explanation) -> Iterator[str]:
         if waits:
             yield from ("", title)
             yield from (f"{w.seconds:7.1f} s  group {w.group}, step {w.step}: {w.reason}" for w in waits)
+    signal = explanation.signal
+    if signal["without_signal"] >= WASTED:
+        yield from ("", wasted(signal["without_signal"], right=signal["all_right"], wrong=signal["all_wrong"]))
     yield from _overrides(explanation)
     yield from (f"\nnot known: {note}" for note in explanation.notes)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from async_rl.explain.division import Seconds, StepDivision, divide, savings, total
 from async_rl.explain.overrides import Prediction, predict
@@ -39,6 +41,8 @@ class Explanation:
     """Overrides, the most likely to help first."""
     simulated_step_s: float | None
     """Seconds of a batch in the simulation with the rates of the run; None if the rates are not known."""
+    signal: Mapping[str, float]
+    """Mean share of the trained groups `without_signal`, and of those `all_right` and `all_wrong` among them."""
     notes: Sequence[str]
     """What is not known."""
 
@@ -94,6 +98,7 @@ class Explanation:
             "in_queue": [asdict(wait) for wait in self.in_queue],
             "predictions": predictions,
             "simulated_step_s": self.simulated_step_s,
+            "signal": self.signal,
             "notes": list(self.notes),
         }
 
@@ -143,6 +148,10 @@ def _explain(records: Records) -> Explanation:
         in_queue=longest_in_queue(records, steps, count=NUM_WAITS),
         predictions=predictions,
         simulated_step_s=simulated,
+        signal={
+            name: float(np.mean([line.get(f"reward/groups_{name}") or 0.0 for line in records.metrics]))
+            for name in ("without_signal", "all_right", "all_wrong")
+        },
         notes=notes,
     )
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -73,8 +74,13 @@ class Distribution(_Strict):
                 sigma = math.sqrt(math.log1p(self.cv**2))
                 drawn = self.mean * np.exp(draw.normal(-(sigma**2) / 2, sigma, shape))
             case "empirical":
-                drawn = draw.choice(np.array(self.values, np.float64), shape)
+                drawn = draw.choice(self._array, shape)
         return np.minimum(drawn, self.maximum)
+
+    @cached_property
+    def _array(self) -> NDArray[np.float64]:
+        """float64 [values]; made once, as a run has tens of thousands of values and a draw for each call of a tool."""
+        return np.array(self.values, np.float64)
 
 
 class Cluster(_Strict):
@@ -107,6 +113,8 @@ class Workload(_Strict):
     """Model calls of a trajectory, of equal lengths."""
     tool_s: Distribution = Distribution()
     """Time between two turns; the replica has the place free meanwhile."""
+    without_signal: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the groups whose rewards are equal, which have no gradient: a part of the rollouts that is wasted."""
     bytes_per_token: NotNegative = 8.0
     """Bytes that a rollout worker receives for each token: 8 for id and logprob, and the routing rows."""
 
@@ -142,6 +150,15 @@ class Rates(_Strict):
     def step_s(self, running: float) -> float:
         """Seconds of a decode step with that many requests."""
         return self.decode_s + self.decode_s_per_request * running
+
+    def thinned(self, requests_of: float) -> Self:
+        """Rates at which each request of a replica costs as much as `requests_of`."""
+        changes = {
+            "decode_s_per_request": self.decode_s_per_request * requests_of,
+            "max_running": max(1, round(self.max_running / requests_of)),
+            "prefill_tokens_per_s": self.prefill_tokens_per_s / requests_of,
+        }
+        return self.model_copy(update=changes)
 
 
 class Publish(_Strict):

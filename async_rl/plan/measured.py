@@ -154,6 +154,7 @@ def _workload(records: Records, requests: RequestModel, lengths: Sequence[int]) 
         tool_s=Distribution(kind="empirical", values=tuple(requests.gaps))
         if requests.gaps and turns > 1
         else Distribution(),
+        without_signal=_mean([line.get("reward/groups_without_signal") or 0.0 for line in records.metrics]),
         bytes_per_token=8 + _mean([line.get("routing/bytes_per_token", 0.0) for line in records.metrics]),
     )
 

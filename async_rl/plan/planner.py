@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from async_rl.plan.description import Description
 from async_rl.plan.simulation import Seen, simulate, simulate_synchronous
+
+WASTED = 0.05  # least share of groups without a gradient that is reported
+SEARCHED = 128  # trajectories of a batch to which the simulations of a search are thinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +47,15 @@ class Plan:
     """The split of the description."""
     best: Split | None
     """The fastest split that was tried; None if none was searched."""
+    without_signal: float = 0.0
+    """Share of the groups that have no gradient."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the user should know before the run starts."""
         lines = list[str]()
+        if self.without_signal >= WASTED:
+            lines.append(wasted(self.without_signal))
         if self.given.speed_up < 1:
             lines.append(
                 f"asynchronous training with cluster.train_gpus={self.given.train_gpus} is slower than synchronous "
@@ -66,6 +74,19 @@ class Plan:
         return asdict(self) | {"warnings": list(self.warnings)}
 
 
+def wasted(share: float, *, right: float = 0.0, wrong: float = 0.0) -> str:
+    """Text about groups without a gradient.
+
+    Args:
+        right: share of the groups whose rewards are all above 0. wrong: whose rewards are all 0 or less.
+    """
+    task = "a harder task" if right > wrong else "an easier task" if wrong > right else "a harder or an easier task"
+    return (
+        f"{share:.0%} of the groups have equal rewards and so no gradient: that share of the rollouts is wasted; "
+        f"{task} gives more of them a spread, and rollout.drop_without_spread=N trains groups with one in their place"
+    )
+
+
 def make_plan(description: Description, *, steps: int, search: bool, seed: int = 0) -> Plan:
     """Simulate the synchronous run, the given split, and with `search` others until no neighbour is faster.
 
@@ -74,10 +95,10 @@ def make_plan(description: Description, *, steps: int, search: bool, seed: int =
     """
     synchronous = simulate_synchronous(description, steps=steps, seed=seed)
 
-    def split(train_gpus: int) -> Split:
+    def split(train_gpus: int, thin_to: int | None = None) -> Split:
         cluster = description.cluster.model_copy(update={"train_gpus": train_gpus})
         tried = replace(description, cluster=cluster)
-        seen = simulate(tried, steps=steps, seed=seed)
+        seen = simulate(tried, steps=steps, seed=seed, thin_to=thin_to)
         return Split(
             train_gpus=train_gpus,
             replicas=num_replicas(tried),
@@ -87,8 +108,12 @@ def make_plan(description: Description, *, steps: int, search: bool, seed: int =
         )
 
     given = split(description.cluster.train_gpus)
-    best = _search(description, given, split) if search else None
-    return Plan(synchronous=synchronous, given=given, best=best)
+    best = None
+    if search:
+        found = _search(description, partial(split, thin_to=SEARCHED))
+        best = max((given, split(found)), key=lambda each: each.speed_up) if found != given.train_gpus else given
+    signal = description.workload.without_signal
+    return Plan(synchronous=synchronous, given=given, best=best, without_signal=signal)
 
 
 def num_replicas(description: Description) -> int:
@@ -109,11 +134,14 @@ def s_max(description: Description, synchronous: Seen) -> float:
     return 1 / (1 - g + g * used) if colocated else 1 / max(1 - g, g * used)
 
 
-def _search(description: Description, given: Split, split: Callable[[int], Split]) -> Split:
-    """Climb from the given split in steps that halve, over multiples of `cluster.train_gpus_unit`."""
-    unit = description.cluster.train_gpus_unit
+def _search(description: Description, split: Callable[[int], Split]) -> int:
+    """GPUs of the trainer with the fastest split.
+
+    Climb from the given split in steps that halve, over multiples of `cluster.train_gpus_unit`.
+    """
+    unit, given = description.cluster.train_gpus_unit, description.cluster.train_gpus
     last = (description.cluster.gpus - description.cluster.gpus_per_replica) // unit
-    tried = {given.train_gpus: given}
+    tried = {given: split(given)}
     if not last:
         return given
 
@@ -123,7 +151,7 @@ def _search(description: Description, given: Split, split: Callable[[int], Split
             tried[train_gpus] = split(train_gpus)
         return tried[train_gpus]
 
-    best = min(max(1, round(given.train_gpus / unit)), last)
+    best = min(max(1, round(given / unit)), last)
     width = max(1, last // 4)
     while width:
         candidates = (best, max(1, best - width), min(last, best + width))  # of equal ones the first
@@ -131,4 +159,4 @@ def _search(description: Description, given: Split, split: Callable[[int], Split
         if fastest == best:
             width //= 2
         best = fastest
-    return max(tried.values(), key=lambda each: each.speed_up)
+    return max(tried, key=lambda train_gpus: tried[train_gpus].speed_up)

@@ -6,13 +6,15 @@ planned   replicas (`replica.py`), rollouts (`worker.py`), trainer, and the loop
           `async_rl.controller.controller`
 
 If the cluster is larger than `MAX_REPLICAS` or its batch than `MAX_TRAJECTORIES`, a part of it is simulated: of N times
-fewer replicas and groups, each as fast as before, with a trainer that trains N times the tokens.
+fewer replicas and groups, each as fast as before, with a trainer that trains N times the tokens. A thinned simulation
+has N times fewer requests on the same replicas, each of which costs as much as N.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
@@ -96,17 +98,25 @@ class Scale:
     """Simulated groups of a batch."""
     groups_of: float
     """Groups of the cluster for each simulated one."""
+    requests_of: float
+    """Requests of a replica for each simulated one."""
 
 
-def scale_of(description: Description, *, replicas: int) -> Scale:
-    """The part of a cluster with that many replicas that is simulated."""
+def scale_of(description: Description, *, replicas: int, thin_to: int | None = None) -> Scale:
+    """The part of a cluster with that many replicas that is simulated.
+
+    Args:
+        thin_to: trajectories of a batch to which the part is thinned; None does not thin it.
+    """
     workload = description.workload
     groups, trajectories = workload.groups_per_batch, workload.groups_per_batch * workload.trajectories_per_group
     by = max(1.0, replicas / MAX_REPLICAS, trajectories / MAX_TRAJECTORIES)
     by = max(1.0, min(by, replicas, groups / LEAST_GROUPS))
     part = max(1, round(replicas / by))
     simulated = max(1, round(groups * part / replicas))
-    return Scale(part, simulated, groups / simulated)
+    most = max(LEAST_GROUPS, (thin_to or math.inf) / workload.trajectories_per_group)
+    kept = simulated if simulated <= most else round(most)
+    return Scale(part, kept, groups / kept, simulated / kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +133,15 @@ class Traced:
     """Groups that the staleness policy gave up while they were open."""
 
 
-def simulate(description: Description, *, steps: int, seed: int = 0, traced: Traced | None = None) -> Seen:
+def simulate(
+    description: Description, *, steps: int, seed: int = 0, traced: Traced | None = None, thin_to: int | None = None
+) -> Seen:
     """A run with the split of the description.
 
     Args:
-        traced: gets its spans and batches.
+        traced: gets its spans and batches. thin_to: see `scale_of`.
     """
-    return run_in_virtual_time(_simulated(description, steps=steps, seed=seed, traced=traced))
+    return run_in_virtual_time(_simulated(description, steps=steps, seed=seed, traced=traced, thin_to=thin_to))
 
 
 def simulate_synchronous(description: Description, *, steps: int, seed: int = 0) -> Seen:
@@ -142,26 +154,34 @@ def simulate_synchronous(description: Description, *, steps: int, seed: int = 0)
 
 
 async def _simulated(
-    description: Description, *, steps: int, seed: int, colocated: bool = False, traced: Traced | None = None
+    description: Description, *, steps: int, seed: int, traced: Traced | None = None, **options: Any
 ) -> Seen:
-    return await _Run(description, seed=seed, colocated=colocated, traced=traced or Traced()).run(steps)
+    return await _Run(description, seed=seed, traced=traced or Traced(), **options).run(steps)
 
 
 class _Run:
     """One simulated run."""
 
-    def __init__(self, description: Description, *, seed: int, colocated: bool, traced: Traced) -> None:
+    def __init__(
+        self,
+        description: Description,
+        *,
+        seed: int,
+        traced: Traced,
+        colocated: bool = False,
+        thin_to: int | None = None,
+    ) -> None:
         cluster, rates, publish = description.cluster, description.rates, description.publish
         self._description = description
         self._num_replicas = (cluster.gpus - (0 if colocated else cluster.train_gpus)) // cluster.gpus_per_replica
         self._train_gpus = cluster.gpus if colocated else cluster.train_gpus
         self._switch_s = rates.switch_s if colocated else 0.0
-        self._scale = scale = scale_of(description, replicas=self._num_replicas)
+        self._scale = scale = scale_of(description, replicas=self._num_replicas, thin_to=thin_to)
         self._lengths = GroupLengths(description.workload, groups=scale.groups, scale=scale.groups_of, seed=seed)
         self._replicas = [
             PlannedReplica(
                 f"replica-{n}",
-                rates=rates,
+                rates=rates.thinned(scale.requests_of),
                 load_s=rates.load_s,
                 staged=publish.mode == "staged",
                 slow=description.interruptions.slow_replica if n == scale.replicas - 1 else 1.0,
