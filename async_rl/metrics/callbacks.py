@@ -68,8 +68,8 @@ class Callbacks:
         while True:
             event = await self._events.get()
             name = f"on_{event.kind} of train step {event.train_step}"
-            call = partial(call_function, partial(self._functions[event.kind], event), {})
             try:
+                call = partial(call_function, partial(self._functions[event.kind], event), {})
                 await boundary(call, name=name, timeout_s=CALL_S)
             except OvertimeError as error:
                 warn(f"{error}; the run goes on without it")

@@ -1,7 +1,8 @@
 """The files of a run directory that describe and explain it, also while the run writes them.
 
 The last line of a file may be incomplete, and `trace.json` may have no closing bracket. Files other than config.yaml
-and metrics.jsonl may be missing; `Records.notes` says what can then not be said.
+and metrics.jsonl may be missing; `Records.notes` says what can then not be said. Of a long run only the end is read, so
+that the work does not grow with the run: at most LAST_BYTES of each file, and of these LAST_BATCHES batches.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 import yaml
 
 from async_rl.files.jsonl import read_lines
+
+LAST_BYTES = 32 << 20
+LAST_BATCHES = 400
 
 
 class RecordsError(ValueError):
@@ -108,6 +112,13 @@ def read_records(directory: Path) -> Records:
         (rank_spans if span.process.startswith("trainer") else spans.setdefault(span.kind, [])).append(span)
     for each in (*spans.values(), rank_spans):
         each.sort(key=lambda span: span.start)
+    if len(trains := spans.get("train", [])) > LAST_BATCHES:
+        first = trains[-LAST_BATCHES - 1].end
+        spans = {kind: [span for span in each if span.start >= first] for kind, each in spans.items()}
+        rank_spans = [span for span in rank_spans if span.start >= first]
+    metrics = metrics[-LAST_BATCHES:]
+    if int(metrics[0]["train_step"]) > int(metrics[0].get("optimizer_steps", 1)):
+        notes.append(f"steps before {metrics[0]['train_step']:.0f}: only the end of a long run is looked at")
     if spans and "generate" not in spans:
         notes.append("trace.json has no requests: the causes of waits are one, `rollouts`")
     return Records(
@@ -131,21 +142,22 @@ def _optional(path: Path, notes: list[str], without: str) -> Iterator[Mapping[st
 def _events(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
     """Spans of a trace and of the file before it, if the trace was too large for one."""
     found = list[Mapping[str, Any]]()
-    for each in (path.with_stem(f"{path.stem}-earlier"), path):
+    earlier, size = path.with_stem(f"{path.stem}-earlier"), path.stat().st_size if path.exists() else 0
+    for each in (earlier, path) if size < LAST_BYTES else (path,):
         if each.exists():
-            found += _objects(each)
+            found += _objects(each, last_bytes=LAST_BYTES - size if each == earlier else LAST_BYTES)
     if not found or "traceEvents" in found[0]:  # a file of one object is of an earlier version
         notes.append(f"{path.name} has no spans: only the trainer's share of waiting is known, not its causes")
         return
     yield from (event for event in found if event.get("ph") == "X")
 
 
-def _objects(path: Path) -> Iterator[Mapping[str, Any]]:
+def _objects(path: Path, *, last_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
     """Objects of a file with one per line, or of an array with one per line.
 
     An incomplete last line, which the run still writes, is left out.
     """
-    lines = read_lines(path)
+    lines = read_lines(path, last_bytes=LAST_BYTES if last_bytes is None else last_bytes)
     for number, line in enumerate(lines, start=1):
         text = line.strip().strip("[],")
         if not text:

@@ -1,12 +1,18 @@
 """Waits, staleness, files, overrides and the command."""
 
 import json
+from collections import Counter
 
 import pytest
 
+from async_rl.explain import overrides
 from async_rl.explain.__main__ import main
 from async_rl.explain.explanation import explain
-from async_rl.plan.records import RecordsError
+from async_rl.plan import records
+from async_rl.plan.description import Cluster, Description, Distribution, Publish, Rates, Workload
+from async_rl.plan.records import RecordsError, Span
+from async_rl.plan.simulation import scale_of, simulate
+from message_queue.staleness import StalenessConfig
 from tests.async_rl.plan.traces import background, generate, span, write_run
 
 
@@ -109,3 +115,77 @@ def test_an_override_for_drops_is_for_their_reason(tmp_path, reason, text):
     assert found.seconds["drops"] > 0.05 * sum(found.seconds.values())
     (override,) = [each.override.text for each in found.predictions if "drops" in each.override.treats]
     assert override.endswith(text)
+
+
+def long_run(directory, *, steps):
+    """A run of one group a step, of a second each; the trainer waits for half of it."""
+    events, at = [*background()], 100.0
+    for step in range(1, steps + 1):
+        group = step + 10
+        events += [span("rollout", at, at + 0.5, group=group), generate(at, at + 0.5, tokens=20, group=group)]
+        events += [span("wait", at, at + 0.5, step=step)]
+        events += [span("train", at + 0.5, at + 1, step=step, groups=[group])]
+        at += 1
+    metrics = [{"train_step": n, "step/seconds": 1, "idle/trainer": 0.5} for n in range(1, steps + 1)]
+    schedule = [{"train_step": n, "groups": [{"group": n + 10, "spans": [[[n - 1, 20]]]}]} for n in range(1, steps + 1)]
+    ledger = [{"group": n + 10, "outcome": "trained", "reason": None, "train_step": n} for n in range(1, steps + 1)]
+    return write_run(directory, events, metrics=metrics, schedule=schedule, ledger=ledger)
+
+
+def test_the_work_for_a_long_run_is_that_for_its_end(tmp_path, monkeypatch):
+    """10,000 steps are as much work as the last ones: lines that are read, spans that are kept, tokens simulated."""
+    work = []
+    for steps in (2_000, 10_000):
+        (tmp_path / str(steps)).mkdir()
+        directory = long_run(tmp_path / str(steps), steps=steps)
+        counts = Counter[str]()
+
+        def counted(name, function, counts=counts, size=lambda *_, **__: 1):
+            def call(*arguments, **options):
+                counts[name] += size(*arguments, **options)
+                return function(*arguments, **options)
+
+            return call
+
+        monkeypatch.setattr(records, "LAST_BYTES", 100_000)
+        monkeypatch.setattr(records, "LAST_BATCHES", 50)
+        with monkeypatch.context() as patched:
+            patched.setattr(records.json, "loads", counted("lines", json.loads))
+            patched.setattr(Span, "overlap", counted("overlaps", Span.overlap))
+            patched.setattr(
+                overrides, "simulate", counted("steps", overrides.simulate, size=lambda *_, steps, **__: steps)
+            )
+            found = explain(directory)
+        assert (found.first_step, found.last_step) == (steps - 49 + 2, steps)
+        assert any(note.startswith(f"steps before {steps - 49}:") for note in found.notes)
+        work.append(counts)
+    short, long = work
+    assert short.keys() == long.keys() == {"lines", "overlaps", "steps"}
+    for name in short:
+        assert long[name] <= 1.2 * short[name], name
+    assert long["steps"] <= (overrides.MOST_SIMULATED + 1) * overrides.STEPS
+
+
+def test_a_large_batch_is_simulated_by_as_many_requests_as_a_small_one():
+    seen = []
+    for groups, steps in ((16, overrides.STEPS), (320, overrides.STEPS_OF_LARGE)):
+        work = Workload(groups_per_batch=groups, trajectories_per_group=8, lengths=Distribution(mean=100))
+        cluster, rates = Cluster(gpus=2, train_gpus=1), Rates(decode_s=0.01, decode_s_per_request=0.001)
+        described = Description(
+            cluster=cluster, workload=work, rates=rates, publish=Publish(), staleness=StalenessConfig(max_staleness=1)
+        )
+        scale = scale_of(described, replicas=1, thin_to=overrides.THIN_TO if groups > 16 else None)
+        assert scale.groups * 8 <= overrides.LARGE and scale.groups * scale.groups_of == groups
+        seen.append(overrides._step_s(described, seed=0) / simulate(described, steps=steps).step_s)
+    assert seen == pytest.approx([1, 1], rel=0.05), "equal lengths: the same seconds"
+
+
+def test_groups_without_a_gradient_are_named_with_their_share_and_what_helps(run, capsys):
+    signal = {"reward/groups_without_signal": 0.8125, "reward/groups_all_right": 0.7, "reward/groups_all_wrong": 0.1125}
+    path = run / "metrics.jsonl"
+    path.write_text("".join(json.dumps(json.loads(line) | signal) + "\n" for line in path.read_text().splitlines()))
+    assert main([str(run)]) == 0
+    shown = capsys.readouterr().out
+    for part in ("81% of the groups", "is wasted", "a harder task", "rollout.drop_without_spread"):
+        assert part in shown
+    assert explain(run).values()["signal"]["without_signal"] == 0.8125

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from async_rl.plan import description
 from async_rl.plan.__main__ import main
+from async_rl.plan.description import Distribution
 
 WINS = """
 cluster: {gpus: 8, train_gpus: 2, synchronous: colocated}
@@ -70,6 +73,21 @@ def test_plan_warns_of_a_run_that_would_lose(file, capsys):
 def test_plan_refuses_what_makes_no_sense(file, capsys, old, new, named):
     assert main([file(WINS.replace(old, new)), "--steps", "1"]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_plan_names_the_share_of_groups_without_a_gradient(file, capsys):
+    assert (
+        main([file(WINS.replace("  lengths", "  without_signal: 0.81\n  lengths")), "--steps", "1", "--no-search"]) == 0
+    )
+    warned = capsys.readouterr().err
+    assert "81% of the groups" in warned and "rollout.drop_without_spread" in warned
+
+
+def test_a_draw_from_many_values_copies_none_of_them(monkeypatch):
+    values = Distribution(kind="empirical", values=tuple(range(1000)))
+    values.sample(np.random.default_rng(0), ())
+    monkeypatch.setattr(description.np, "array", lambda *_: pytest.fail("copied once more"))
+    assert values.sample(np.random.default_rng(0), (3,)).shape == (3,)
 
 
 def test_plan_imports_neither_torch_nor_ray():
