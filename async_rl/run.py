@@ -163,7 +163,7 @@ def train(
         file = directory / "task.pkl"
         if not is_path:
             values["task"]["factory"] = f"{file}:task"
-            overrides.append(f"task.factory={_hydra_value(values['task']['factory'])}")
+            overrides.append(f"task.factory={hydra_value(values['task']['factory'])}")
             PICKLED[file] = pickled_task(task)
             stack.callback(PICKLED.pop, file)
         from async_rl.controller.interrupt import run_in_thread
@@ -208,7 +208,7 @@ def _hydra_text(value: Any, *, name: str) -> str:
     if value is None or isinstance(value, bool | int | float):
         return "null" if value is None else repr(value).lower()
     if isinstance(value, str | Path):
-        return _hydra_value(str(value))
+        return hydra_value(str(value))
     if isinstance(value, list | tuple):
         return f"[{','.join(_hydra_text(each, name=name) for each in cast(Sequence[Any], value))}]"
     if isinstance(value, Mapping):

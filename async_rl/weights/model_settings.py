@@ -64,6 +64,8 @@ def run_name(factory: str, checkpoint: str | None = None) -> str:
     """
     module, _, name = factory.rpartition(":")
     path = Path(module)
+    if path.suffix == ".pkl":  # of `async_rl.train` with an object
+        path, module = Path("task"), "task"
     parts = [*path.parts[-2:-1], path.stem] if path.suffix == ".py" else module.split(".")[-2:]
     task = parts[-1] if parts[-1] != "task" or len(parts) == 1 else parts[-2]
     if path.suffix == ".py" and name != "task":

@@ -63,6 +63,7 @@ def test_a_checkpoint_that_cannot_be_read_is_left_to_the_checks(tmp_path):
         ("recipes.calculator.task:calculator_task", None, "calculator"),
         ("my tasks.py:task", "/m/a b", "my-tasks-a-b"),
         ("task.py:task", "/m/x", "task-x"),
+        ("/a/outputs/task-x/task.pkl:task", "/m/x", "task-x"),
     ],
 )
 def test_a_run_is_named_after_its_task_and_its_model(factory, checkpoint, name):
