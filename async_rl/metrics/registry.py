@@ -47,7 +47,7 @@ _OF_LAG = {
     "lag2": "tokens sampled two updates ago",
     "lag3": "tokens sampled three or more updates ago",
 }
-_FILTERS = {
+FILTERS = {
     "clip": "sampled tokens whose ratio is clipped",
     "truncate": "sampled tokens whose weight is cut to its cap",
     "mask": "sampled tokens that a mask drops from the policy term",
@@ -120,9 +120,9 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("mean", "", "global norm before clipping"),
     "lr": Metric("last", "", "learning rate of the step"),
     "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
-    **_filter_metrics("clip", _FILTERS["clip"]),
-    **_filter_metrics("truncate", _FILTERS["truncate"]),
-    **_filter_metrics("mask", _FILTERS["mask"]),
+    **_filter_metrics("clip", FILTERS["clip"]),
+    **_filter_metrics("truncate", FILTERS["truncate"]),
+    **_filter_metrics("mask", FILTERS["mask"]),
     "kl/reference": Metric(
         "mean",
         "nat",

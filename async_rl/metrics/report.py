@@ -1,144 +1,163 @@
 """One HTML page for one or more runs, which opens from disk: `report.html` with the data of the run directories.
 
-The page has plots, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run.
+The page has charts, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run. The
+charts are drawn by Plotly, whose script is in the page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import yaml
+from plotly.offline import get_plotlyjs
 
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
 from async_rl.files.masking import masked
 from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
-from async_rl.metrics.registry import METRICS, metric_of, split_layer
+from async_rl.files.starts import STARTS
+from async_rl.metrics.pages import json_script, packed_script, template
+from async_rl.metrics.registry import FILTERS, INFO, METRICS, Metric, metric_of, split_layer
 
-_PAGE = Path(__file__).with_suffix(".html")
 _DIGITS = 6
 RECENT = 10  # batches in a mean over the newest ones
 _LAG_LABELS = {"lag0": "0", "lag0_mixed": "0, mixed", "lag1": "1", "lag2": "2", "lag3": "3+"}
+_SPANS = {
+    "controller train": {"wait": "wait", "export": "export", "probe": "probe", "checkpoint": "checkpoint"},
+    "trainer-0 rank": {
+        **{kind: "batch" for kind in ("fetch", "build", "record")},
+        **{kind: kind for kind in ("reference", "proximal", "forward_backward", "optimizer")},
+    },
+}
+"""Track of the trace -> kind of span -> phase of a train step."""
+_PHASES = ("wait", "batch", "reference", "proximal", "forward_backward", "optimizer", "export", "probe", "checkpoint")
+_COMPUTED = {
+    "recent/throughput": Metric("last", "tokens/s", f"sampled tokens trained per second, newest {RECENT} batches"),
+    "recent/limit": Metric("last", "tokens/s", "the same per second in which the trainer did not wait for a batch"),
+    "recent/idle_trainer": Metric("last", "share", f"time that the trainer waited, newest {RECENT} batches"),
+    "recent/idle_replicas": Metric("last", "share", f"time without a request in flight, newest {RECENT} batches"),
+    "staleness/share": Metric("last", "share", "tokens in the loss by their staleness in optimizer steps, whole run"),
+    "validation/success": Metric("last", "", "mean reward on the held-out prompts"),
+    "phase/wait": Metric("sum", "s", "time of a step by what the controller and trainer rank 0 did, from trace.json"),
+}
+"""Values that this module makes, and validations."""
+_NO_CURVES = ("validation/success", "prompts", "samples", "_version")  # of the validations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """A plot of the page."""
+    """A chart of the page."""
 
     title: str
     """Heading."""
     keys: tuple[tuple[str, str], ...]
-    """(key of a metric, label in the plot)."""
-    unit: str = ""
-    """Unit of the values; empty for plain numbers."""
+    """(key of a metric, label in the chart)."""
+    topic: str = ""
+    """Heading under which the chart is folded; empty for the charts that everybody looks at first."""
     over: str = "step"
-    """Horizontal axis: `step`, `validation` (the step of a validation), `validation time` (its wall time), `layer`,
-    `staleness` or `lag` (a bucket of `registry.LAGS`)."""
+    """Horizontal axis: `step` for lines over the axis that the reader chose; for bars `layer`, `staleness` or `lag` (a
+    bucket of `registry.LAGS`), each a mean over the run."""
     log: bool = False
-    """Whether the vertical axis is logarithmic; values that are not positive are left out."""
+    """Whether the vertical axis is logarithmic at first."""
     zero: bool = False
     """Whether the vertical axis includes 0."""
+    stack: bool = False
+    """Whether the lines of a single run are stacked."""
+
+
+def _lines(topic: str, title: str, *keys: str, zero: bool = False, log: bool = False) -> Panel:
+    """Lines of metrics, labelled by the last part of their keys."""
+    labels = tuple((key, key.rpartition("/")[2].replace("_", " ")) for key in keys)
+    return Panel(title=title, topic=topic, keys=labels, zero=zero, log=log)
 
 
 def _of_layers(title: str, key: str, *, zero: bool = False) -> Panel:
-    return Panel(title=f"{title}, mean over the run", keys=((key, key),), unit="share", over="layer", zero=zero)
+    return Panel(title=f"{title} by layer", topic="Routing", keys=((key, "mean"),), over="layer", zero=zero)
 
 
 PANELS = (
-    Panel(title="Held-out success", keys=(("validation/success", "success"),), over="validation"),
-    Panel(title="Held-out success over wall time", keys=(("validation/success", "success"),), over="validation time"),
-    Panel(
-        title=f"Throughput, {RECENT} batches",
-        keys=(("recent/throughput", "trained"), ("recent/limit", "limit: the trainer never waits")),
-        unit="tokens/s",
-        zero=True,
-    ),
-    Panel(
-        title=f"Idle, {RECENT} batches",
-        keys=(("recent/idle_trainer", "trainer"), ("recent/idle_replicas", "replicas")),
-        unit="share of the time",
-        zero=True,
-    ),
-    Panel(
-        title="Staleness",
-        keys=(("staleness/mean", "mean"), ("staleness/p99", "p99"), ("staleness/max", "max")),
-        unit="updates",
-        zero=True,
-    ),
-    Panel(title="Trained tokens by staleness", keys=(("share", "share"),), unit="share", over="staleness", zero=True),
-    Panel(
-        title="Mismatch by staleness, k3, mean over the run",
-        keys=(("mismatch/k3", "k3"),),
-        unit="nat",
-        over="lag",
-        log=True,
-    ),
+    Panel(title="Reward", keys=(("validation/success", "held out"), ("reward/mean", "training"))),
     Panel(
         title="Mismatch of engine and trainer, k3",
-        keys=(("mismatch/k3", "all tokens"), ("mismatch/k3_lag0", "lag 0"), ("mismatch/k3_probe", "equal weights")),
-        unit="nat",
+        keys=(("mismatch/k3", "all tokens"), ("mismatch/k3_lag0", "staleness 0"), ("mismatch/k3_probe", "probe")),
         log=True,
     ),
+    _lines("", "Staleness", "staleness/mean", "staleness/p99", "staleness/max", zero=True),
+    _lines("", "Throughput", "recent/throughput", "recent/limit", zero=True),
     Panel(
         title="Tokens of a trajectory",
         keys=(
             ("length/offered_p50", "sampled p50"),
-            ("length/offered_p90", "sampled p90"),
             ("length/trained_p50", "trained p50"),
+            ("length/offered_p90", "sampled p90"),
             ("length/trained_p90", "trained p90"),
         ),
-        unit="tokens",
         zero=True,
     ),
-    _of_layers("Routing overlap by layer", "routing/overlap"),
-    _of_layers("Gate mass of the recorded experts by layer", "routing/gate_mass"),
-    _of_layers("Refused experts by layer", "routing/refused_fraction", zero=True),
-    _of_layers("Rows left to the live router by layer", "routing/fallback_fraction", zero=True),
-    Panel(title="Routing: recorded experts that the live router chooses too", keys=(("routing/overlap", "overlap"),)),
-    Panel(title="Reward", keys=(("reward/mean", "mean"),)),
-    Panel(title="Loss", keys=(("loss", "loss"),), unit="nat"),
-    Panel(title="Entropy", keys=(("entropy", "entropy"),), unit="nat"),
-    Panel(title="Gradient norm before clipping", keys=(("grad_norm", "norm"),), zero=True),
+    _lines(
+        "Reward",
+        "Groups without signal",
+        *(f"reward/groups_{kind}" for kind in ("without_signal", "all_right", "all_wrong")),
+        zero=True,
+    ),
+    _lines("Reward", "Spread of the rewards", "reward/std", zero=True),
+    _lines("Reward", "Cut-off rollouts", "rollout/cut_off_fraction", "rollout/out_of_turns_fraction", zero=True),
+    _lines("Reward", "Partial rollouts", "partial/resumed_fraction", zero=True),
+    _lines("Loss", "Loss", "loss"),
+    _lines("Loss", "Entropy", "entropy"),
+    _lines("Loss", "Gradient norm", "grad_norm", zero=True),
+    _lines("Loss", "Learning rate", "lr", zero=True),
+    _lines("Loss", "KL", "kl/reference", "kl/proximal", "kl/penalty"),
     Panel(
         title="Tokens that the loss clips, cuts or masks",
-        keys=(("clip/fraction", "clip"), ("truncate/fraction", "truncate"), ("mask/fraction", "mask")),
-        unit="share",
+        topic="Loss",
+        keys=tuple((f"{name}/fraction", name) for name in FILTERS),
         zero=True,
+    ),
+    _lines("Mismatch", "Differences of the logprobs", "mismatch/abs_mean", "mismatch/abs_p99", log=True),
+    _lines("Mismatch", "Effective sample size", "ess/token", "ess/sequence"),
+    Panel(
+        title="Mismatch by staleness, k3", topic="Mismatch", keys=(("mismatch/k3", "k3"),), over="lag", log=True
     ),
     Panel(
-        title="Groups without signal",
-        keys=(
-            ("reward/groups_without_signal", "all"),
-            ("reward/groups_all_right", "all right"),
-            ("reward/groups_all_wrong", "all wrong"),
-        ),
-        unit="share of groups",
+        title="Trained tokens by staleness",
+        topic="Mismatch",
+        keys=(("staleness/share", "share"),),
+        over="staleness",
         zero=True,
     ),
+    _lines("Routing", "Routing overlap", "routing/overlap"),
+    _of_layers("Routing overlap", "routing/overlap"),
+    _of_layers("Gate mass of the recorded experts", "routing/gate_mass"),
+    _of_layers("Refused experts", "routing/refused_fraction", zero=True),
+    _of_layers("Rows left to the live router", "routing/fallback_fraction", zero=True),
     Panel(
-        title="Partial rollouts",
-        keys=(("partial/resumed_fraction", "aborted and resumed"),),
-        unit="share of trajectories",
+        title="Phases of a step",
+        topic="Time",
+        keys=tuple((f"phase/{name}", name.replace("_", " ")) for name in (*_PHASES, "other")),
         zero=True,
+        stack=True,
     ),
-    Panel(
-        title="Cut-off rollouts",
-        keys=(("rollout/cut_off_fraction", "token limit"), ("rollout/out_of_turns_fraction", "turn limit")),
-        unit="share of trajectories",
-        zero=True,
-    ),
-    Panel(title="Time of a step", keys=(("step/seconds", "seconds"),), unit="s", zero=True),
-    Panel(title="Time of a publish", keys=(("sync/seconds", "publish"), ("sync/pause_seconds", "pause")), unit="s"),
+    _lines("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
+    _lines("Time", "Time of a step", "step/seconds", zero=True),
+    _lines("Time", "Time of a publish", "sync/seconds", "sync/pause_seconds", zero=True),
+    _lines("Time", "Groups in the queue", "queue/ready", "queue/open", zero=True),
 )
-"""The plots, the most important ones first."""
+"""The charts: five that tell whether a run learns, whether its gradient is right and whether it is fast, then topics.
+
+Reward is the goal. k3 shows a wrong gradient before the reward does, and staleness its most frequent cause. Throughput
+next to its limit shows what the engines cost the trainer, and lengths collapse or grow when a policy finds a shortcut.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,25 +208,34 @@ def read_run(directory: Path) -> RunRecord:
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
-    """Write the page of one or more runs.
+    """Write the page of one or more runs; see `report_page`."""
+    text = report_page(runs, beside=path.parent)
+    with whole_file(path) as file:
+        file.write_text(text, encoding="utf-8")
+
+
+def report_page(runs: Sequence[RunRecord], *, beside: Path) -> str:
+    """The page of one or more runs.
+
+    Args:
+        beside: folder of the page, for its links to the rollouts of the runs.
 
     Raises:
         ValueError: a line of a ledger is damaged; the message names the file.
     """
+    metrics = _metrics(runs)
+    own = [key for key in metrics if key.startswith((INFO, "validation/")) and not key.endswith(_NO_CURVES)]
+    panels = [*PANELS, *(Panel(title=key, topic="Task", keys=((key, key),)) for key in own)]
     data = {
-        "runs": [_run_data(run, beside=path.parent) for run in runs],
-        "panels": [
-            {"title": p.title, "keys": p.keys, "unit": p.unit, "over": p.over, "log": p.log, "zero": p.zero}
-            for p in PANELS
-        ],
-        "metrics": _metrics(runs),
+        "runs": [_run_data(run, beside=beside) for run in runs],
+        "panels": [asdict(panel) for panel in panels],
+        "metrics": metrics,
+        "meanings": {key: [metric.unit, metric.meaning] for key, metric in (METRICS | _COMPUTED).items()},
         "lags": list(_LAG_LABELS.values()),
     }
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    text = text.replace("</", "<\\/").replace("<!--", "<\\u0021--")
-    before, after = _PAGE.read_text(encoding="utf-8").split("<!--data-->")
-    with whole_file(path) as file:
-        file.write_text(f'{before}<script type="application/json" id="data">{text}</script>{after}', encoding="utf-8")
+    before, after = template("report").split("<!--data-->")
+    library = packed_script("plotly", get_plotlyjs().encode())
+    return before + json_script("data", data) + library + after
 
 
 def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
@@ -228,7 +256,7 @@ def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
         "name": run.name,
         "directory": "" if folder is None else str(folder),
         "page": "" if folder is None else Path(os.path.relpath(folder, beside), "rollouts.html").as_posix(),
-        "steps": _columns(run.steps) | _recent(run.steps),
+        "steps": _columns(run.steps) | _recent(run.steps) | ({} if folder is None else _phases(folder, run.steps)),
         "validations": _columns(run.validations),
         "layers": {key: [list(values), list(map(_rounded, values.values()))] for key, values in run.by_layer().items()},
         "staleness": [sorted(tokens), [_rounded(tokens[lag] / total) for lag in sorted(tokens)]] if total else [[], []],
@@ -237,6 +265,7 @@ def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
         "drops": drops,
         "failed": [] if folder is None else _failed(folder),
         "rollouts": [] if folder is None else list(_best_and_worst(folder)),
+        "starts": [] if folder is None else _read_lines(folder / STARTS, required=False),
         "config": configs[-1][1] if configs else {},
         "changes": list(_changes(configs)),
     }
@@ -270,6 +299,37 @@ def _recent(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
             "recent/idle_replicas": replicas / seconds,
         }
     return {key: list(map(_rounded, values.tolist())) for key, values in found.items()}
+
+
+def _phases(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """`phase/NAME` -> its seconds in each train step, None without its spans. `other` is the rest of the step.
+
+    A span belongs to the newest wait for a batch that began before it; of a step that was trained again, the last time
+    counts.
+    """
+    spans = [span for name in ("trace-earlier.json", "trace.json") for span in _phase_spans(folder / name)]
+    waits = sorted((ts, step) for phase, ts, _, step in spans if phase == "wait")
+    last = {step: number for number, (_, step) in enumerate(waits)}
+    sums: dict[tuple[str, int], float] = {}
+    for phase, ts, seconds, _ in spans:
+        number = bisect_right(waits, ts, key=lambda wait: wait[0]) - 1
+        sums[phase, number] = sums.get((phase, number), 0.0) + seconds
+    rows = [last.get(step["train_step"]) for step in steps]
+    found = {name: [sums.get((name, row)) if row is not None else None for row in rows] for name, _ in sums}
+    if found and all(step.get("step/seconds") is not None for step in steps):
+        known = [sum(values[i] or 0.0 for values in found.values()) for i in range(len(steps))]
+        found["other"] = [max(0.0, step["step/seconds"] - of_it) for step, of_it in zip(steps, known, strict=True)]
+    return {f"phase/{name}": [_rounded(value) for value in values] for name, values in found.items()}
+
+
+def _phase_spans(path: Path) -> Iterator[tuple[str, int, float, int]]:
+    """(phase, start in us, seconds, step of a wait or -1) of the spans in a trace that are phases of a step."""
+    tracks = {f'"tid":"{track} '.encode(): phases for track, phases in _SPANS.items()}
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            phases = next((phases for track, phases in tracks.items() if track in line), None)
+            if phases is not None and line.endswith(b",\n") and (event := json.loads(line[:-2])).get("cat") in phases:
+                yield phases[event["cat"]], event["ts"], event["dur"] / 1e6, event["args"].get("step", -1)
 
 
 def _mismatch_by_lag(steps: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[Any]]:
