@@ -211,11 +211,16 @@ def read_steps(directory: Path, *, columns: list[str] | None = None) -> Iterator
         directory: folder of the files.
         columns: names of the columns to read; None for all.
     """
+    for step, path in recorded_steps(directory).items():
+        yield step, read_step(path, columns=columns)
+
+
+def read_step(path: Path, *, columns: list[str] | None = None) -> Any:
+    """The pyarrow table of a file; a text if the file cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for step, path in recorded_steps(directory).items():
-        try:
-            yield step, pq.read_table(path, columns=columns)
-        except (OSError, pa.ArrowException) as error:
-            yield step, f"{path} is damaged and left out ({str(error).splitlines()[0]})"
+    try:
+        return pq.read_table(path, columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        return f"{path} is damaged and left out ({str(error).splitlines()[0]})"

@@ -14,12 +14,13 @@ reader asks for them:
 
 Text and error of a failed rollout are in `failed-*.jsonl`. If a recorded batch has its group, they complete its row;
 otherwise it is a row of its own, before the batch that follows it.
+
+The newest step comes first. The page is bounded: MAX_ROWS rows, MAX_TEXT characters of texts, and MAX_TOKEN_BYTES of
+chunks; older rows have no chunk, and those before them are left out, which a note says.
 """
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import shutil
 import tempfile
@@ -31,11 +32,24 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.text import safe_text
 from async_rl.files.atomic_dir import whole_file
-from async_rl.files.rollouts import FOLDER, FailedRollout, kind_of_error, read_failed, read_steps
+from async_rl.files.rollouts import (
+    FOLDER,
+    FailedRollout,
+    kind_of_error,
+    read_failed,
+    read_step,
+    read_steps,
+    recorded_steps,
+)
+from async_rl.metrics.pages import json_script, packed_script, template
 from message_queue.trajectory import POLICY
 
 CHUNK_ROWS = 64
+MAX_ROWS = 10_000
+MAX_TEXT = 64_000_000  # characters
+MAX_TOKEN_BYTES = 48_000_000  # of the page
 _COLUMNS = {
     "step": "int",
     "group": "int",
@@ -50,7 +64,6 @@ _COLUMNS = {
     "reward": "float",
     "advantage": "float",
 }
-_PAGE = Path(__file__).with_suffix(".html")
 _SEPARATORS = str.maketrans("", "", "\0\1\2\3")
 
 
@@ -75,6 +88,8 @@ class _Page:
     def __init__(self, chunks: IO[str], *, failed: Mapping[tuple[int, int], FailedRollout]) -> None:
         self._chunks = chunks
         self._failed = failed
+        self._token_bytes = self._text = 0
+        self.rows_without_tokens = 0
         self.columns: dict[str, list[Any]] = {name: [] for name in _COLUMNS}
         self.texts: list[str] = []
         self.first_rows: list[int] = []  # of each chunk
@@ -82,6 +97,11 @@ class _Page:
         self.errors, self.agents = _Names(), _Names()
         self.moe_layers: list[int] = []
         self.token_ids: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether older rows are left out."""
+        return len(self.texts) >= MAX_ROWS or self._text >= MAX_TEXT
 
     def add_failed(self, step: int, rollouts: Sequence[FailedRollout]) -> None:
         """Add failed rollouts that are in no batch, sorted by group and trajectory."""
@@ -102,7 +122,7 @@ class _Page:
             ]
             self.first_rows.append(len(self.texts))
             header = self._add_rows(step, rows, [0] * len(rows), {(r.group, r.trajectory): r for r in part})
-            self._write_chunk(len(header).to_bytes(4, "little") + header)
+            self._write_chunk(len(header).to_bytes(4, "little") + header, rows=len(rows))
 
     def add(self, step: int, table: Any) -> None:
         """Add the rows of a step."""
@@ -125,11 +145,18 @@ class _Page:
                 self._effect_codes(part),
                 routing,
             ]
-            self.token_ids.update(np.unique(arrays[0]).tolist())
-            self._write_chunk(b"".join([len(header).to_bytes(4, "little"), header, *(a.tobytes() for a in arrays)]))
+            ids = np.unique(arrays[0]).tolist()
+            data = b"".join([len(header).to_bytes(4, "little"), header, *(a.tobytes() for a in arrays)])
+            if self._write_chunk(data, rows=len(rows)):
+                self.token_ids.update(ids)
 
-    def _write_chunk(self, data: bytes) -> None:
-        self._chunks.write(_script(f"chunk-{len(self.first_rows) - 1}", data))
+    def _write_chunk(self, data: bytes, *, rows: int) -> bool:
+        """Write the newest chunk unless the tokens of newer rows leave no space; whether it was written."""
+        script = packed_script(f"chunk-{len(self.first_rows) - 1}", data) if self._token_bytes < MAX_TOKEN_BYTES else ""
+        self._token_bytes += len(script)
+        self._chunks.write(script)
+        self.rows_without_tokens += 0 if script else rows
+        return bool(script)
 
     def _add_rows(
         self,
@@ -163,6 +190,7 @@ class _Page:
                 self.columns[name].append(value)
             said = (f"{t['text'].translate(_SEPARATORS)}\1{t['reply'].translate(_SEPARATORS)}" for t in turns)
             self.texts.append("\2".join(said) + (f"\3{error.translate(_SEPARATORS)}" if error else ""))
+            self._text += len(self.texts[-1]) + len(prompt or "")
             for segment in segments:
                 self.replicas.number(segment["replica"])
             found.append(
@@ -170,7 +198,7 @@ class _Page:
                 | {"tokens": length, "info": dict(row["info"]), "segments": [list(s.values()) for s in segments]}
                 | {"routing": row.get("routing")}
             )
-        return json.dumps(found, ensure_ascii=False).encode()
+        return safe_text(json.dumps(found, ensure_ascii=False)).encode()
 
     def _logprobs(self, part: Any) -> list[NDArray[np.float16]]:
         """float16 [n] each: of the engine, and the differences of the trainer's to it; NaN for none."""
@@ -220,22 +248,28 @@ def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | No
         ValueError: the run has no rollouts that can be read.
     """
     failed, in_batches, notes = _failed_rollouts(directory / FOLDER)
+    recorded = recorded_steps(directory / FOLDER)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as chunks:
         page = _Page(chunks, failed=in_batches)
-        for step, table in read_steps(directory / FOLDER):
-            for earlier in [known for known in failed if known < step]:
-                page.add_failed(earlier, failed.pop(earlier))
-            if isinstance(table, str):
-                notes.append(table)
-            else:
-                page.add(step, table)
-        for later, rollouts in failed.items():
-            page.add_failed(later, rollouts)
+        for step in sorted({*recorded, *failed}, reverse=True):
+            if page.is_full:
+                older = sum(known <= step for known in recorded)
+                notes.append(
+                    f"This page has the newest {len(page.texts)} rollouts; {older} older steps are left out, and "
+                    f"{directory / FOLDER} has them."
+                )
+                break
+            page.add_failed(step, failed.get(step, []))
+            if step in recorded:
+                table = read_step(recorded[step])
+                notes.append(table) if isinstance(table, str) else page.add(step, table)
         if not page.texts:
             raise ValueError(
                 " ".join([f"{directory / FOLDER} has no rollouts (rollout.record.steps > 0 writes them).", *notes])
             )
-        before, rest = _PAGE.read_text(encoding="utf-8").split("<!--index-->")
+        if page.rows_without_tokens:
+            notes.append(f"The oldest {page.rows_without_tokens} rollouts have their text here, but not their tokens.")
+        before, rest = template("viewer").split("<!--index-->")
         middle, after = rest.split("<!--chunks-->")
         with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             file.write(before + _index(page, name=directory.resolve().name, notes=notes, decode=decode) + middle)
@@ -289,18 +323,13 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
         for name, kind in _COLUMNS.items()
     )
     vocabulary = {} if decode is None else {str(i): decode(i) for i in sorted(page.token_ids)}
-    written = json.dumps(meta, ensure_ascii=False).replace("</", "<\\/").replace("<!--", "<\\u0021--")
     return "".join(
         [
-            f'<script type="application/json" id="meta">{written}</script>\n',
-            _script("columns", columns),
-            _script("prompts", "\0".join(page.prompts.numbers).encode()),
-            _script("texts", "\0".join(page.texts).encode()),
-            _script("vocabulary", json.dumps(vocabulary, ensure_ascii=False).encode()),
+            json_script("meta", meta),
+            packed_script("columns", columns),
+            packed_script("prompts", safe_text("\0".join(page.prompts.numbers)).encode()),
+            packed_script("texts", safe_text("\0".join(page.texts)).encode()),
+            packed_script("vocabulary", safe_text(json.dumps(vocabulary, ensure_ascii=False)).encode()),
         ]
     )
 
-
-def _script(name: str, data: bytes) -> str:
-    coded = base64.b64encode(gzip.compress(data, compresslevel=6, mtime=0)).decode()
-    return f'<script type="text/plain" id="{name}">{coded}</script>\n'
