@@ -537,4 +537,5 @@ class Controller:
                 await self._checkpoints.finish(state, trainer=self._trainer, records=self._recorder)
             await self._queue.checkpointed(state.train_step)
             await self._contents.checkpointed(state.train_step)
+            self._recorder.checkpointed.set()
             self._saves.task_done()

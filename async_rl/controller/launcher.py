@@ -30,9 +30,12 @@ from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.files.atomic_dir import make_folder
 from async_rl.files.command import prog
 from async_rl.files.owner import identity
+from async_rl.files.rollouts import FOLDER
+from async_rl.files.starts import record_start
 from async_rl.inference.pool import ReplicaPool
 from async_rl.metrics.callbacks import Callbacks, Kind, RunEvent
 from async_rl.metrics.console import RunConsole
+from async_rl.metrics.pages import write_rollouts_page
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import Trace
@@ -89,6 +92,7 @@ class Launcher:
         logs = self._directory.resolve() / "logs"
         make_folder(logs)
         changes = record_config(self._directory, config, train_step=self._resume.state.train_step)
+        record_start(self._directory, command=self._resume_command, train_step=self._resume.state.train_step)
         async with contextlib.AsyncExitStack() as stack:
             if self._resume.source is not None:
                 stack.enter_context(hold(self._resume.source))
@@ -133,12 +137,26 @@ class Launcher:
             )
             async with asyncio.TaskGroup() as background:
                 nodes = background.create_task(run_stage("nodes", lambda: placement.watch(recorder.warn)))
+                pages = background.create_task(run_stage("pages", lambda: self._renew_pages(recorder)))
                 finished = await self._run_with(processes, console=console, recorder=recorder, trace=trace)
                 nodes.cancel()
+                pages.cancel()
+            await self._write_rollouts(recorder)
             write_report([read_run(self._directory)], self._directory / "report.html")
             recorder.note(self._farewell(finished))
             recorder.ended()
             return finished
+
+    async def _renew_pages(self, recorder: Recorder) -> None:
+        """Write the rollouts as a page after each checkpoint."""
+        while True:
+            await recorder.checkpointed.wait()
+            recorder.checkpointed.clear()
+            await self._write_rollouts(recorder)
+
+    async def _write_rollouts(self, recorder: Recorder) -> None:
+        if self._config.rollout.record.steps and any((self._directory / FOLDER).glob("*")):
+            await write_rollouts_page(self._directory, warn=recorder.warn)
 
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
@@ -85,6 +86,7 @@ class Recorder:
 
     Attributes:
         lengths: lengths of trajectories, updated by the caller; each step records their quantiles.
+        checkpointed: set by the caller after each checkpoint.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Recorder:
         self._console = console
         self._trackers = trackers
         self.lengths = Lengths()
+        self.checkpointed = asyncio.Event()
         self._warned: dict[str, int] = {}
         self._failed = FailedRollouts(directory / FOLDER, config=rollouts or RecordConfig(steps=0))
         self._train_step = 0

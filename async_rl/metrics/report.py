@@ -126,9 +126,7 @@ PANELS = (
     ),
     _lines("Mismatch", "Differences of the logprobs", "mismatch/abs_mean", "mismatch/abs_p99", log=True),
     _lines("Mismatch", "Effective sample size", "ess/token", "ess/sequence"),
-    Panel(
-        title="Mismatch by staleness, k3", topic="Mismatch", keys=(("mismatch/k3", "k3"),), over="lag", log=True
-    ),
+    Panel(title="Mismatch by staleness, k3", topic="Mismatch", keys=(("mismatch/k3", "k3"),), over="lag", log=True),
     Panel(
         title="Trained tokens by staleness",
         topic="Mismatch",

@@ -332,4 +332,3 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
             packed_script("vocabulary", safe_text(json.dumps(vocabulary, ensure_ascii=False)).encode()),
         ]
     )
-

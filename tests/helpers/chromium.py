@@ -18,12 +18,18 @@ TIMEOUT_S = 120.0  # of a busy machine; a page that hangs fails after it
 
 
 class Page:
-    """A tab. errors: texts of the exceptions, console errors and failed loads since the start."""
+    """A tab.
+
+    Attributes:
+        errors: texts of the exceptions, console errors and failed loads since the start.
+        requests: addresses of everything that was loaded, the pages included.
+    """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
         self._numbers = itertools.count(1)
         self.errors: list[str] = []
+        self.requests: list[str] = []
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
@@ -59,6 +65,22 @@ class Page:
         await self.call("Page.navigate", url=url)
         await self.until("location.href !== 'about:blank' && document.body && document.body.dataset.ready")
 
+    async def press(self, *keys: str) -> None:
+        """Press and release keys, each by its name or character."""
+        for key in keys:
+            text = {"text": key} if len(key) == 1 else {}
+            await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+            await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    async def drag(self, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Press the left button at a place of the window, move and release it at another one."""
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        for kind, (x, y) in (("Pressed", start), ("Moved", middle), ("Moved", end), ("Released", end)):
+            count = 0 if kind == "Moved" else 1
+            await self.call(
+                "Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button="left", buttons=1, clickCount=count
+            )
+
     async def picture(self) -> bytes:
         """PNG of the visible part of the page."""
         shot = await self.call("Page.captureScreenshot", format="png")
@@ -71,6 +93,8 @@ class Page:
                 self.errors.append(str(parameters["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if parameters["type"] == "error":
                 self.errors.append(str(parameters["args"]))
+            case "Network.requestWillBeSent":
+                self.requests.append(parameters["request"]["url"])
             case "Log.entryAdded" if parameters["entry"]["level"] == "error":
                 self.errors.append(parameters["entry"]["text"])
             case _:
@@ -101,7 +125,7 @@ async def browser(profile: Path) -> AsyncGenerator[Page]:
                 target = await answer.json()
             async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 page = Page(socket)
-                for domain in ("Runtime", "Log", "Page"):
+                for domain in ("Runtime", "Log", "Page", "Network"):
                     await page.call(f"{domain}.enable")
                 yield page
     finally:

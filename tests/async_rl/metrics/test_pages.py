@@ -1,35 +1,51 @@
-"""Report and rollouts of a run in a real browser: they fit the window, log no error, and filters and links work."""
+"""Report and rollouts of a run in a real browser: they fit the window, log no error, load nothing, and every control works."""
 
+import json
+
+import numpy as np
 import pytest
 import yaml
 
 from async_rl.files.rollouts import FOLDER, FailedRollouts, RecordConfig
+from async_rl.files.starts import record_start
+from async_rl.metrics import viewer
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.registry import METRICS, of_layer
+from async_rl.metrics.trace import Trace
 from async_rl.report import main as report
 from async_rl.view import main as view
 from tests.async_rl.metrics.test_observe import Null, validated
 from tests.async_rl.metrics.test_viewer import failed, row, write
 from tests.helpers.chromium import CHROMIUM, browser
+from tests.helpers.tokenizers_of_families import build
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH")
 
 LONG = "a/very/long/path/without/any/space/" * 8
+HOSTILE = "</script><img src=x onerror=document.title='broken'>\\u2028 & <b>bold</b> \udcff"
 ERROR = f"RewardError: no unit in '{'7' * 200}' (/a/{LONG}own.py:7 in score)"
+ZEROS = ("clip/fraction", "partial/resumed_fraction")
+STEPS = 4
+
+
+def record_steps(recorder, steps, *, shift=0.0):
+    """Steps whose metrics are their number plus `shift`; those of ZEROS are 0."""
+    for step in steps:
+        metrics = {key: float(step + shift) for key in METRICS} | dict.fromkeys(ZEROS, 0.0) | {"train_step": step}
+        metrics |= {of_layer("routing/overlap", layer): 0.1 * layer for layer in (1, 3)} | {"info/own": -3.5}
+        recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 10, 2: 30}))
 
 
 def make_run(directory, *, lr, shift=0.0):
-    """A run of four steps with all metrics, two rounds of validation, a dropped group and recorded rollouts."""
+    """A run of STEPS steps with all metrics, two rounds of validation, a dropped group and recorded rollouts."""
     recorder = Recorder(directory, console=Null())
-    for step in range(1, 5):
-        metrics = {key: float(step + shift) for key in METRICS} | {"train_step": step}
-        metrics |= {of_layer("routing/overlap", layer): 0.1 * layer for layer in (1, 3)} | {"info/own": -3.5}
-        recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 10, 2: 30}))
-    for step in (0, 4):
+    record_steps(recorder, range(1, STEPS + 1), shift=shift)
+    for step in (0, STEPS):
         recorder.validation(step, validated(0.25 + step / 10))
-    reason = f"rollout failed: prompt 3: {ERROR}"
+    reason = f"rollout failed: prompt 3: {ERROR} {HOSTILE}"
     recorder.ledger([{"group": 3, "outcome": "dropped", "reason": reason, "tokens": 12}])
     recorder.close()
+    record_start(directory, command=f"python -m async_rl.run optimizer.lr={lr}", train_step=0)
     (directory / "config.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": lr}, "output_dir": LONG}))
     write(directory, 2, [row(2, 0, n) for n in range(3)])
     write(directory, 4, [row(4, 1, 0), row(4, 1, 1, tokens=0), row(4, 2, 1, tokens=9), row(4, 2, 5)])
@@ -53,10 +69,20 @@ async def page(tmp_path):
     async with browser(tmp_path / "profile") as page:
         yield page
         assert page.errors == []
+        assert [url for url in page.requests if not url.startswith(("file:", "about:", "blob:", "data:"))] == []
 
 
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+
+
+def texts_of(selector):
+    """Script: texts of all elements of a selector."""
+    return f"[...document.querySelectorAll({selector!r})].map((e) => e.textContent)"
+
+
+def text_of(selector):
+    return f"document.querySelector({selector!r}).textContent"
 
 
 def chosen(select, value):
@@ -67,8 +93,8 @@ def chosen(select, value):
     )
 
 
-def count_is(count):
-    return f"document.getElementById('count').textContent.startsWith('{count} of 10')"
+def count_is(count, of=10):
+    return f"document.getElementById('count').textContent.startsWith('{count} of {of}')"
 
 
 async def test_pages_fit_narrow_and_wide_windows_in_light_and_dark(pages, page):
@@ -77,78 +103,157 @@ async def test_pages_fit_narrow_and_wide_windows_in_light_and_dark(pages, page):
         for width in (390, 1280):
             for dark in (False, True):
                 await page.open(url, width=width, dark=dark)
+                await page.run("document.querySelectorAll('details.topic').forEach((topic) => (topic.open = true))")
                 needed, window = await page.run(WIDTHS)
                 assert needed <= window == width, url
                 colours.add((dark, await page.run(BACKGROUND)))
-    assert len(colours) == 2, "one background for light and one for dark"
+    assert len(colours) == 2 * 2, "one background for light and one for dark, of each page"
 
 
-async def test_viewer_filters_by_error_and_text(pages, page):
-    await page.open(pages[1])
-    await page.until(count_is(10))
-    await page.run(chosen("error", "all"))
-    await page.until(count_is(2))
-    options = await page.run("[...document.querySelector('[name=error]').options].map((o) => o.text)")
-    await page.run(chosen("error", str(options.index("PromptError") - 2)))
-    await page.until(count_is(1))
-    assert "PromptError: too long" in await page.run("document.querySelector('.row').textContent")
-    await page.run(chosen("error", ""))
-    await page.run(chosen("text", "NO UNIT in"))
-    await page.until(count_is(1))
+# ---- report
 
 
-async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, page):
-    await page.open(f"{pages[1]}#step=4&group=1&trajectory=1")
-    text = await page.run("document.querySelector('.card.chosen').textContent")
-    assert text.startswith("#1") and ERROR in text and "said" in text
-    await page.open(f"{pages[1]}#step=6&group=3&trajectory=0&path=1")
-    assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#0, path 1, critic")
-    await page.run("document.querySelector('.card.chosen .show-tokens').click()")
-    await page.until("document.querySelectorAll('.card.chosen [data-i]').length === 7")
-    await page.open(f"{pages[1]}#step=2&group=0&trajectory=0")
-    assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#0")
-    await page.run("document.querySelector('.card.chosen .show-tokens').click()")
-    await page.until("document.querySelectorAll('.card.chosen [data-i]').length === 5")
-    await page.run("document.querySelector('.card.chosen [data-i=\"3\"]').click()")
-    facts = await page.run("document.getElementById('token').textContent")
-    assert "share of the gradient12.5 % of the optimizer step" in facts
-    assert "experts, layer 13, 7" in facts and "experts, layer 34, 300" in facts
-    await page.run("document.querySelector('.card.chosen [data-i=\"4\"]').click()")
-    assert "no row: the live router decides" in await page.run("document.getElementById('token').textContent")
-    for name in await page.run("[...document.querySelector('#bar select').options].map((o) => o.text)"):
-        await page.run(
-            f"document.querySelector('#bar select').value = {name!r};"
-            "document.querySelector('#bar select').dispatchEvent(new Event('change'))"
-        )
+def drawing(title):
+    """Script: the chart of a title, with `data` and `layout` of Plotly."""
+    return f"document.querySelector('[data-title={json.dumps(title)}] .drawing')"
 
 
-async def test_report_shows_curves_and_differences_and_links_to_rollouts(pages, page):
-    await page.open(pages[0])
-    assert await page.run("document.querySelectorAll('.plot svg').length") > 15
-    facts = await page.run("[...document.querySelectorAll('#summary tr:first-child td')].map((e) => e.textContent)")
-    assert facts[0] == "first" and facts[5] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
-    assert "optimizer.lr" in await page.run("document.getElementById('differences').textContent")
-    assert "output_dir" not in await page.run("document.getElementById('differences').textContent")
-    drops = await page.run("document.getElementById('drop-tables').textContent")
-    assert "rollout failed" in drops and ERROR in drops
-    plot = "document.querySelector('[data-title=\"Held-out success\"]')"
-    await page.run(
-        f"{{ const at = {plot}.querySelector('svg'), box = at.getBoundingClientRect();"
-        "at.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 12, clientY: box.top + 20})) }"
+async def lines_of(page, title, *, name=None):
+    """(x, y) of the lines or bars of a chart, or of those with a name."""
+    traces = await page.run(
+        f"{drawing(title)}.data.map((t) => ({{x: [...t.x], y: [...t.y], name: t.name, type: t.type}}))"
     )
-    tip = await page.run(f"{plot}.querySelector('.tip').textContent")
-    assert "train step 4" in tip and "first 0.65" in tip
+    return [(t["x"], t["y"]) for t in traces if name in (None, t["name"])]
+
+
+async def unfold(page, topic):
+    await page.run(f"document.querySelector('[data-topic={topic}]').open = true")
+    await page.until(f"document.querySelector('[data-topic={topic}] .chart:last-child .drawing').data")
+
+
+async def test_report_opens_with_five_charts_and_folds_the_others_by_topic(pages, page):
+    await page.open(pages[0])
+    first = await page.run(texts_of("#first h3"))
+    assert first[0] == "Reward" and len(first) == 5
+    assert await page.run("[...document.querySelectorAll('#topics .chart .drawing')].every((e) => !e.data)")
+    topics = await page.run("[...document.querySelectorAll('.topic')].map((e) => e.dataset.topic)")
+    assert topics == ["Reward", "Loss", "Mismatch", "Routing", "Time", "Task"]
+    await unfold(page, "Loss")
+    for title in ("Learning rate", "KL", "Entropy"):
+        assert (await lines_of(page, title))[0][0] == [1, 2, 3, 4]
+    sentence = await page.run("document.querySelector('[data-title=Entropy] p').textContent")
+    assert sentence == METRICS["entropy"].meaning + "."
+    unit = await page.run(f"{drawing('Entropy')}.layout.yaxis.title.text")
+    assert unit == METRICS["entropy"].unit
+
+
+async def test_report_lists_what_is_always_zero_in_place_of_charts(pages, page):
+    await page.open(pages[0])
+    zeros = await page.run("document.getElementById('zeros').textContent")
+    assert zeros.startswith("Always 0") and all(key in zeros for key in ZEROS) and "grad_norm" not in zeros
+    assert "Partial rollouts" not in await page.run(texts_of(".chart h3"))
+    await unfold(page, "Loss")
+    clipped = "Tokens that the loss clips, cuts or masks"
+    assert await lines_of(page, clipped, name="clip") == [] and await lines_of(page, clipped, name="mask")
+
+
+async def test_report_draws_categories_as_bars(pages, page):
+    await page.open(pages[0])
+    await unfold(page, "Routing")
+    await unfold(page, "Mismatch")
+    for title in ("Routing overlap by layer", "Trained tokens by staleness", "Mismatch by staleness, k3"):
+        assert set(await page.run(f"{drawing(title)}.data.map((t) => t.type)")) == {"bar"}
+    assert (await lines_of(page, "Trained tokens by staleness"))[0] == ([0, 2], [0.25, 0.75])
+    lags = (await lines_of(page, "Mismatch by staleness, k3"))[0][0]
+    assert lags == ["0", "0, mixed", "1", "2", "3+"]
+
+
+async def test_report_smooths_and_takes_the_axis_that_the_reader_chooses(pages, page):
+    await page.open(pages[0])
+    await page.run("{ const at = document.getElementById('smooth'); at.value = 0.5; at.dispatchEvent(new Event('input')) }")
+    weights = [np.array([0.5**n for n in range(step)]) for step in range(1, 5)]
+    expected = [float(np.arange(len(w), 0, -1) @ w / w.sum()) + 1e-3 for w in weights]
+    raw, smooth = (await lines_of(page, "Throughput"))[:2]
+    assert len(raw[1]) == 4
+    values = (await lines_of(page, "Reward", name="training"))[0][1]
+    assert values == pytest.approx(expected), "weights 1, 1/2, 1/4, ... of the newest values"
+    choose = "{{ const at = document.getElementById('axis'); at.value = '{}'; at.dispatchEvent(new Event('change')) }}"
+    for axis, factor in (("hours", 1 / 3600), ("tokens", None)):
+        await page.run(choose.format(axis))
+        x = (await lines_of(page, "Reward", name="training"))[0][0]
+        sums = np.cumsum([step + 1e-3 for step in range(1, 5)]) * factor if factor else np.arange(1, 5) + 1e-3
+        assert x == pytest.approx(list(sums), rel=1e-4)
+        assert (await lines_of(page, "Reward", name="held out"))[0][0] == pytest.approx([0, x[-1]])
+
+
+async def test_report_zooms_all_charts_together_and_has_logarithmic_axes(pages, page):
+    await page.open(pages[0])
+    where = "(({left, top, width, height}) => [left + width * .3, left + width * .6, top + height * .5])"
+    plot = f"{drawing('Throughput')}.querySelector('.nsewdrag').getBoundingClientRect()"
+    await page.run(f"{drawing('Throughput')}.scrollIntoView({{block: 'center'}})")
+    start, end, y = await page.run(f"{where}({plot})")
+    await page.drag((start, y), (end, y + 2))
+    await page.until("state.range")
+    wanted = await page.run("[...state.range]")
+    assert 1 < wanted[0] < wanted[1] < 4
+    await page.until(f"{drawing('Reward')}.layout.xaxis.range[0] === state.range[0]")
+    await unfold(page, "Loss")
+    assert await page.run(f"{drawing('Loss')}.layout.xaxis.range") == wanted, "charts that are opened later too"
+    await page.run("document.getElementById('reset').click()")
+    await page.until(f"{drawing('Reward')}.layout.xaxis.range[0] <= 0.5")
+    await page.run("document.querySelector('[data-title=Reward] .bar button').click()")
+    await page.until(f"{drawing('Reward')}.layout.yaxis.type === 'log'")
+
+
+async def test_report_hides_a_run_and_shows_runs_next_to_each_other(pages, page):
+    await page.open(pages[0])
+    assert len(await lines_of(page, "Reward", name="training")) == 2
     await page.run("document.querySelector('#runs button').click()")
-    assert await page.run(f"{plot}.querySelectorAll('path').length") == 1
-    lags = "document.querySelector('[data-title^=\"Mismatch by staleness\"] svg').textContent"
-    assert [label in await page.run(lags) for label in ("0, mixed", "3+")] == [True, True]
-    links = await page.run("[...document.querySelectorAll('#rollout-tables a')].map((a) => a.href)")
+    await page.until(f"{drawing('Reward')}.data.length === 2")
+    assert (await lines_of(page, "Reward", name="training"))[0][1][0] == pytest.approx(1.002)
+    facts = await page.run(texts_of("#summary tr:first-child td"))
+    assert facts[0] == "first" and facts[6] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
+    differences = await page.run(text_of("#differences"))
+    assert "optimizer.lr" in differences and "output_dir" not in differences
+
+
+async def test_report_names_command_and_commit_of_each_start(pages, page):
+    await page.open(pages[0])
+    starts = await page.run(text_of("#starts"))
+    assert "python -m async_rl.run optimizer.lr=0.002" in starts and "async_rl 0.1.0" in starts
+
+
+async def test_report_shows_the_phases_of_each_step(tmp_path, page):
+    make_run(tmp_path, lr=1e-3)
+    trace = Trace(tmp_path / "trace.json")
+    spans = [("controller", "train", "wait", 0, 0.5, {"step": 1}), ("trainer-0", "rank", "optimizer", 0.5, 0.7, {})]
+    spans += [("controller", "train", "wait", 1, 1.25, {"step": 2}), ("trainer-0", "rank", "forward_backward", 2, 3.5, {})]
+    for number, (process, track, kind, start, end, args) in enumerate(spans):
+        name = {"name": kind, "cat": kind, "ph": "X", "pid": process, "tid": f"{process} {track} 0"}
+        event = name | {"ts": int(start * 1e6), "dur": round((end - start) * 1e6), "args": args}
+        with trace._path.open("a") as file:
+            file.write(json.dumps(event, separators=(",", ":")) + (",\n" if number < len(spans) else ""))
+    assert report([str(tmp_path)]) == 0
+    await page.open((tmp_path / "report.html").as_uri())
+    await unfold(page, "Time")
+    found = {name: (await lines_of(page, "Phases of a step", name=name))[0] for name in ("wait", "optimizer", "other")}
+    assert found["wait"] == ([1, 2], [0.5, 0.25]) and found["optimizer"] == ([1], [0.2])
+    assert found["other"][1] == pytest.approx([1 - 0.7, 2 - 1.75, 3, 4])
+
+
+async def test_report_links_to_rollouts(pages, page):
+    await page.open(pages[0])
+    drops = await page.run(text_of("#drop-tables"))
+    assert "rollout failed" in drops and ERROR in drops
+    links = await page.run("[...document.querySelectorAll('#rollout-tables td a')].map((a) => a.href)")
     assert links[:2] == [f"{pages[1]}#group={g}&trajectory={t}" for g, t in ((1, 1), (9, 0))]
     assert links[4:6] == [f"{pages[1]}#step=4&group={g}&trajectory={t}" for g, t in ((2, 5), (1, 0))]
     await page.open(links[1])
-    assert "PromptError: too long" in await page.run("document.querySelector('.card.chosen').textContent")
+    assert "PromptError: too long" in await page.run(text_of(".card.chosen"))
     await page.open(links[4])
-    assert (await page.run("document.querySelector('.card.chosen').textContent")).startswith("#5")
+    assert (await page.run(text_of(".card.chosen"))).startswith("#5")
+    await page.open(f"{pages[1]}#step=99&group=1&trajectory=0")
+    assert "step=99" in await page.run(text_of("#notes"))
 
 
 async def test_report_finds_metrics_by_name_and_meaning_and_draws_them(pages, page):
@@ -164,10 +269,213 @@ async def test_report_finds_metrics_by_name_and_meaning_and_draws_them(pages, pa
     (found,) = await page.run(shown)
     assert found.startswith("grad_norm") and METRICS["grad_norm"].meaning in found
     await page.run("document.querySelector('#metric-table tr:not([hidden]) td.key button').click()")
-    assert await page.run("document.querySelectorAll('#metric-table .plot path').length") == 2
+    await page.until("document.querySelector('#metric-table .drawing')?.data?.length === 2")
     needed, window = await page.run(WIDTHS)
     assert needed <= window
     await page.run(search.format("validation/success"))
     assert len(await page.run(shown)) == 1
     await page.run(search.format(""))
     assert len(await page.run(shown)) == everything
+
+
+# ---- rollouts
+
+
+async def test_viewer_opens_with_the_newest_group_and_its_question_next_to_the_answer(pages, page):
+    await page.open(pages[1])
+    assert "Step 6, group 3" in await page.run(text_of("#bar h2"))
+    left, right = await page.run(
+        "['#question', '.card.chosen'].map((s) => document.querySelector(s).getBoundingClientRect().toJSON())"
+    )
+    assert left["right"] <= right["left"] and abs(left["top"] - right["top"]) < 20
+    assert "prompt of 3" in await page.run(text_of("#question"))
+    assert (await page.run(texts_of("#list .row div:nth-child(2)")))[0] == "prompt of 3", "the list has questions too"
+
+
+async def test_viewer_of_failed_rollouts_alone_is_not_empty(tmp_path, page):
+    FailedRollouts(tmp_path / FOLDER, config=RecordConfig()).add(failed(9, 0, error="PromptError: x"), train_step=3)
+    assert view([str(tmp_path)]) == 0
+    await page.open((tmp_path / "rollouts.html").as_uri())
+    assert "PromptError: x" in await page.run(text_of(".card.chosen"))
+
+
+async def test_viewer_filters_by_error_reward_stop_reason_step_and_text(pages, page):
+    await page.open(pages[1])
+    await page.until(count_is(10))
+    await page.run(chosen("error", "all"))
+    await page.until(count_is(2))
+    await page.run(chosen("error", "=PromptError"))
+    await page.until(count_is(1))
+    assert "PromptError: too long" in await page.run(text_of(".row"))
+    for name, value, count in (
+        ("text", "NO UNIT in", 1),
+        ("reward_from", "1", 2),
+        ("step_to", "2", 3),
+        ("stop", "=error", 2),
+    ):
+        await page.run(chosen("error", ""))
+        await page.run(chosen(name, value))
+        await page.until(count_is(count))
+        await page.run(chosen(name, ""))
+        await page.until(count_is(10))
+
+
+async def test_viewer_moves_by_keys(pages, page):
+    await page.open(pages[1])
+    here = "['step', 'group', 'trajectory', 'path'].map((name) => columns[name][chosen])"
+    places = []
+    for key in ("j", "k", "n", "j", "n", "p", "p"):
+        await page.press(key)
+        places.append(await page.run(here))
+    assert places == [
+        *([6, 3, 0, 1], [6, 3, 0, 0], [4, 1, 0, 0], [4, 1, 1, 0]),
+        *([4, 2, 1, 0], [4, 1, 0, 0], [6, 3, 0, 0]),
+    ]
+    assert await page.run("location.hash") == "#step=6&group=3&trajectory=0"
+    await page.press("/")
+    assert await page.run("document.activeElement.name") == "text"
+    await page.press("j", "Escape", "?")
+    assert await page.run("$('filters').text.value === 'j' && $('keys').open")
+    await page.press("Escape", "s")
+    assert await page.run("!$('keys').open && document.querySelectorAll('.card').length") == 2, "the whole group"
+
+
+async def test_viewer_shows_rewards_of_each_step_and_group(pages, page):
+    await page.open(pages[1])
+    bins = await page.run("columns_of_steps.map((c) => [c.first, c.rows, c.sum, c.bins])")
+    assert bins == [
+        [2, 3, 1.5, [1, 1, 0, 1, 0, 0, 0, 0]][:3] + [[1, 1, 0, 1, 0, 0, 0, 0]],
+        [4, 3, 3.0, [1, 1, 0, 0, 0, 0, 0, 1]],
+        [6, 2, 0.0, [2, 0, 0, 0, 0, 0, 0, 0]],
+    ], "rewards 0 to 2.5 in eight ranges, without failed rollouts"
+    await page.run("$('rewards').querySelector('canvas').dispatchEvent(new MouseEvent('click', {clientX: 20}))")
+    await page.until(count_is(3))
+    await page.open(f"{pages[1]}#step=2&group=0&trajectory=1")
+    assert await page.run(texts_of("#members button")) == ["#0  0", "#1  0.5", "#2  1"]
+    assert await page.run(text_of("#members span")) == "mean 0.5, deviation 0.408"
+
+
+async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, page):
+    await page.open(f"{pages[1]}#step=4&group=1&trajectory=1")
+    text = await page.run(text_of(".card.chosen"))
+    assert text.startswith("#1") and ERROR in text and "said" in text
+    await page.open(f"{pages[1]}#step=6&group=3&trajectory=0&path=1")
+    assert (await page.run(text_of(".card.chosen"))).startswith("#0, path 1, critic")
+    await page.run("document.querySelector('.card.chosen .show-tokens').click()")
+    await page.until("document.querySelectorAll('.card.chosen [data-i]').length === 7")
+    await page.open(f"{pages[1]}#step=2&group=0&trajectory=0")
+    assert (await page.run(text_of(".card.chosen"))).startswith("#0")
+    await page.press("t")
+    await page.until("document.querySelectorAll('.card.chosen [data-i]').length === 5")
+    await page.run("document.querySelector('.card.chosen [data-i=\"3\"]').click()")
+    facts = await page.run(text_of("#token"))
+    assert "share of the gradient12.5 % of the optimizer step" in facts
+    assert "experts, layer 13, 7" in facts and "experts, layer 34, 300" in facts
+    await page.run("document.querySelector('.card.chosen [data-i=\"4\"]').click()")
+    assert "no row: the live router decides" in await page.run(text_of("#token"))
+    for name in await page.run(texts_of("#bar option")):
+        await page.run(
+            f"document.querySelector('#bar select').value = {name!r};"
+            "document.querySelector('#bar select').dispatchEvent(new Event('change'))"
+        )
+
+
+CHAT = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3?"},
+]
+HARMONY = (
+    "<|start|>system<|message|>be brief<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant<|channel|>final<|message|>"
+    "4<|end|><|start|>user<|message|>and 3?<|end|><|start|>assistant"
+)
+GEMMA = (
+    "<bos><start_of_turn>system\nbe brief<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n"
+    "<start_of_turn>user\nand 3?<end_of_turn>\n<start_of_turn>model\n"
+)
+
+
+async def test_viewer_shows_roles_in_place_of_the_tokens_of_a_template(pages, page):
+    await page.open(pages[1])
+    rendered = {"harmony": HARMONY, "gemma": GEMMA}
+    for family in ("qwen", "glm", "deepseek", "llama", "olmo"):
+        rendered[family] = build(family).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    for family, text in rendered.items():
+        parts = await page.run(f"messages_of({json.dumps(text)}, 'prompt')")
+        expected = [[m["role"], m["content"] + ("/nothink" if family == "glm" and m["role"] == "user" else "")] for m in CHAT]
+        assert parts == expected, family
+    mixtral = build("mixtral").apply_chat_template(CHAT[1:], tokenize=False)
+    assert await page.run(f"messages_of({json.dumps(mixtral)}, 'prompt')") == [[m["role"], m["content"]] for m in CHAT[1:]]
+    assert await page.run("messages_of('no template', 'prompt')") == [["prompt", "no template"]]
+
+
+async def test_viewer_shows_reasoning_calls_and_replies_and_raw_text_on_demand(tmp_path, page):
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+1"}}\n</tool_call>'
+    turns = [
+        {
+            "text": f"let me see</think>\nI ask.\n{call}<|im_end|>",
+            "reply": "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
+            "tool_calls": [],
+        },
+        {"text": "two\n</think>\nIt is 2.<|im_end|>", "reply": "", "tool_calls": []},
+    ]
+    prompt = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    write(tmp_path, 2, [row(2, 0, 0) | {"prompt": prompt, "turns": turns}])
+    assert view([str(tmp_path)]) == 0
+    await page.open((tmp_path / "rollouts.html").as_uri())
+    shown = await page.run("[...document.querySelectorAll('.message')].map((e) => [e.classList[1], e.lastChild.innerText])")
+    assert [[role, text.split()] for role, text in shown] == [
+        ["user", ["1+1?"]],
+        ["reasoning", ["let", "me", "see"]],
+        ["assistant", ["I", "ask."]],
+        ["call", ["calculator", "expression:", "1+1"]],
+        ["tool", ["2"]],
+        ["reasoning", ["two"]],
+        ["assistant", ["It", "is", "2."]],
+    ]
+    await page.press("r")
+    assert await page.run(texts_of("pre.message")) == [prompt, turns[0]["text"], turns[0]["reply"], turns[1]["text"]]
+
+
+async def test_hostile_texts_are_shown_as_texts(tmp_path, page):
+    make_run(tmp_path, lr=1e-3)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"name": HOSTILE}))
+    record_start(tmp_path, command=HOSTILE, train_step=2)
+    text = HOSTILE.encode("utf-8", "replace").decode()
+    turn = {"text": text, "reply": f"<|im_start|>tool\n{text}", "tool_calls": []}
+    write(tmp_path, 8, [row(8, 8, 0) | {"prompt": text, "turns": [turn], "agent": text}])
+    records = FailedRollouts(tmp_path / FOLDER, config=RecordConfig())
+    records.add(failed(11, 0, error=HOSTILE), train_step=9)
+    with (tmp_path / FOLDER / "failed-000009.jsonl").open("a") as file:
+        file.write(json.dumps(vars_of(failed(12, 0, error=HOSTILE))) + "\n")
+    assert report([str(tmp_path)]) == 0 and view([str(tmp_path)]) == 0
+    for name, selectors in (
+        ("report.html", ("#starts", "#drop-tables", "#config-table")),
+        ("rollouts.html#step=8&group=8&trajectory=0", ("#question", ".card .message:nth-of-type(4)", "#list")),
+        ("rollouts.html#step=9&group=12&trajectory=0", (".card.chosen .failure",)),
+    ):
+        await page.open((tmp_path / name).as_uri().replace("%23", "#"))
+        for selector in selectors:
+            assert "<img src=x onerror=" in await page.run(text_of(selector)), (name, selector)
+        assert await page.run("document.images.length") == 0 and "broken" not in await page.run("document.title")
+
+
+def vars_of(rollout):
+    return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
+
+
+async def test_viewer_of_ten_thousand_rollouts_says_what_it_leaves_out(tmp_path, page, monkeypatch):
+    monkeypatch.setattr(viewer, "MAX_TOKEN_BYTES", 50_000)
+    for step in range(1, 12):
+        write(tmp_path, step, [row(step, 1000 * step + n, 0, tokens=3) for n in range(1000)])
+    assert view([str(tmp_path)]) == 0
+    await page.open((tmp_path / "rollouts.html").as_uri())
+    assert await page.run(count_is("10,000", of="10,000"))
+    notes = await page.run(text_of("#notes"))
+    assert "newest 10000 rollouts; 1 older steps" in notes and "not their tokens" in notes
+    assert await page.run("document.querySelectorAll('.row').length") < 100
+    await page.run(chosen("text", "prompt of 2999"))
+    await page.until(count_is(1, of="10,000"))
+    await page.press("j", "t")
+    await page.until("document.querySelector('.card.chosen .tokens').textContent.includes('the page has no tokens')")
