@@ -50,7 +50,8 @@ def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str,
             if host in _LOCAL and name not in _LOCAL:
                 return self._answer(403, "this page is for the machine that serves it; --host allows others")
             if path not in pages:
-                return self._answer(404 if path.strip("/") else 302, "", Location=next(iter(pages)))
+                status = {"/": 302, "/favicon.ico": 204}.get(path, 404)
+                return self._answer(status, "", Location=next(iter(pages)))
             try:
                 tag, text = page(path)
             except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_CODES = {"Escape": 27}
 TIMEOUT_S = 120.0  # of a busy machine; a page that hangs fails after it
 
 
@@ -68,7 +69,7 @@ class Page:
     async def press(self, *keys: str) -> None:
         """Press and release keys, each by its name or character."""
         for key in keys:
-            text = {"text": key} if len(key) == 1 else {}
+            text: dict[str, Any] = {"text": key} if len(key) == 1 else {"windowsVirtualKeyCode": _CODES[key]}
             await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
             await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 

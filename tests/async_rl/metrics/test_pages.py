@@ -30,6 +30,7 @@ STEPS = 4
 
 def record_steps(recorder, steps, *, shift=0.0):
     """Steps whose metrics are their number plus `shift`; those of ZEROS are 0."""
+    recorder.lengths.offered([(2, True), (6, True)])
     for step in steps:
         metrics = {key: float(step + shift) for key in METRICS} | dict.fromkeys(ZEROS, 0.0) | {"train_step": step}
         metrics |= {of_layer("routing/overlap", layer): 0.1 * layer for layer in (1, 3)} | {"info/own": -3.5}
@@ -121,7 +122,7 @@ def drawing(title):
 async def lines_of(page, title, *, name=None):
     """(x, y) of the lines or bars of a chart, or of those with a name."""
     traces = await page.run(
-        f"{drawing(title)}.data.map((t) => ({{x: [...t.x], y: [...t.y], name: t.name, type: t.type}}))"
+        f"{drawing(title)}.data.map((t) => ({{x: [...t.x], y: [...t.y], name: t.name ?? null, type: t.type}}))"
     )
     return [(t["x"], t["y"]) for t in traces if name in (None, t["name"])]
 
@@ -334,8 +335,10 @@ async def test_viewer_moves_by_keys(pages, page):
     assert await page.run("location.hash") == "#step=6&group=3&trajectory=0"
     await page.press("/")
     assert await page.run("document.activeElement.name") == "text"
-    await page.press("j", "Escape", "?")
-    assert await page.run("$('filters').text.value === 'j' && $('keys').open")
+    await page.press("j")
+    assert await page.run("$('filters').text.value") == "j", "a letter in a field is text"
+    await page.press("Escape", "?")
+    assert await page.run("$('keys').open")
     await page.press("Escape", "s")
     assert await page.run("!$('keys').open && document.querySelectorAll('.card').length") == 2, "the whole group"
 
@@ -344,14 +347,14 @@ async def test_viewer_shows_rewards_of_each_step_and_group(pages, page):
     await page.open(pages[1])
     bins = await page.run("columns_of_steps.map((c) => [c.first, c.rows, c.sum, c.bins])")
     assert bins == [
-        [2, 3, 1.5, [1, 1, 0, 1, 0, 0, 0, 0]][:3] + [[1, 1, 0, 1, 0, 0, 0, 0]],
+        [2, 3, 1.5, [1, 1, 0, 1, 0, 0, 0, 0]],
         [4, 3, 3.0, [1, 1, 0, 0, 0, 0, 0, 1]],
         [6, 2, 0.0, [2, 0, 0, 0, 0, 0, 0, 0]],
     ], "rewards 0 to 2.5 in eight ranges, without failed rollouts"
     await page.run("$('rewards').querySelector('canvas').dispatchEvent(new MouseEvent('click', {clientX: 20}))")
     await page.until(count_is(3))
     await page.open(f"{pages[1]}#step=2&group=0&trajectory=1")
-    assert await page.run(texts_of("#members button")) == ["#0  0", "#1  0.5", "#2  1"]
+    assert await page.run(texts_of("#members button")) == ["#0, policy  0", "#1, policy  0.5", "#2, policy  1"]
     assert await page.run(text_of("#members span")) == "mean 0.5, deviation 0.408"
 
 
@@ -388,7 +391,7 @@ CHAT = [
 ]
 HARMONY = (
     "<|start|>system<|message|>be brief<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant<|channel|>final<|message|>"
-    "4<|end|><|start|>user<|message|>and 3?<|end|><|start|>assistant"
+    "4<|end|><|start|>user<|message|>and 3?<|end|>"
 )
 GEMMA = (
     "<bos><start_of_turn>system\nbe brief<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n"
@@ -453,9 +456,9 @@ async def test_hostile_texts_are_shown_as_texts(tmp_path, page):
     for name, selectors in (
         ("report.html", ("#starts", "#drop-tables", "#config-table")),
         ("rollouts.html#step=8&group=8&trajectory=0", ("#question", ".card .message:nth-of-type(4)", "#list")),
-        ("rollouts.html#step=9&group=12&trajectory=0", (".card.chosen .failure",)),
+        ("rollouts.html#group=12&trajectory=0", (".card.chosen .failure",)),
     ):
-        await page.open((tmp_path / name).as_uri().replace("%23", "#"))
+        await page.open(f"{tmp_path.as_uri()}/{name}")
         for selector in selectors:
             assert "<img src=x onerror=" in await page.run(text_of(selector)), (name, selector)
         assert await page.run("document.images.length") == 0 and "broken" not in await page.run("document.title")
