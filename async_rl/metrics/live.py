@@ -30,7 +30,7 @@ def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str,
     Raises:
         OSError: the port is in use.
     """
-    made = {path: ("", "", 0.0) for path in pages}  # tag of the files, page, when it may be made again
+    made = dict.fromkeys(pages, ("", "", 0.0))  # tag of the files, page, when it may be made again
     lock = threading.Lock()
 
     def page(path: str) -> tuple[str, str]:

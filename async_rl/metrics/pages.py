@@ -1,4 +1,4 @@
-"""Parts of HTML pages that open from disk: templates with `common.js`, and scripts that hold data and do not run."""
+"""Parts of HTML pages that open from disk: templates with `common.html`, and scripts that hold data and do not run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ _FOLDER = Path(__file__).parent
 
 
 def template(name: str) -> str:
-    """Text of the template `name`.html, with the shared script."""
-    common = (_FOLDER / "common.js").read_text(encoding="utf-8")
-    text = (_FOLDER / f"{name}.html").read_text(encoding="utf-8")
-    return text.replace("<!--common-->", f"<script>\n{common}</script>")
+    """Text of the template `name`.html, with the shared style and script."""
+    common, text = ((_FOLDER / f"{each}.html").read_text(encoding="utf-8") for each in ("common", name))
+    return text.replace("<!--common-->", common)
 
 
 def json_script(name: str, value: Any) -> str:

@@ -64,7 +64,7 @@ _MISMATCH = {
     "ess/token": Metric("mean", "share", "effective sample size of the token weights exp(d)"),
 }
 
-_ROUTING = {
+ROUTING = {
     "routing/overlap": Metric("mean", "share", "recorded experts that the live router would choose too"),
     "routing/gate_mass": Metric("mean", "share", "probability that the live router gives to the recorded experts"),
     "routing/refused_fraction": Metric("mean", "share", "recorded experts that trainer.replay_threshold left out"),
@@ -145,7 +145,7 @@ METRICS: dict[str, Metric] = {
     **_by_lag(_MISMATCH),
     "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest comparison of engine and trainer at equal weights"),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
-    **_ROUTING,
+    **ROUTING,
     "routing/missing_fraction": Metric("max", "share", "forwarded positions for which the engine returned no row"),
     "routing/bytes_per_token": Metric("mean", "bytes", "row bytes received per token of the batch"),
     "partial/resumed_fraction": Metric("mean", "share", "trajectories that were aborted and resumed at least once"),
@@ -189,7 +189,7 @@ def of_layer(key: str, layer: int) -> str:
 def split_layer(key: str) -> tuple[str, int] | None:
     """Inverse of `of_layer`: `routing/overlap_layer3` -> ("routing/overlap", 3); None for any other key."""
     found = _LAYER.fullmatch(key)
-    return None if found is None or found[1] not in _ROUTING else (found[1], int(found[2]))
+    return None if found is None or found[1] not in ROUTING else (found[1], int(found[2]))
 
 
 def metric_of(key: str) -> Metric | None:
@@ -202,7 +202,7 @@ def metric_of(key: str) -> Metric | None:
     if found is None:
         custom = Metric("mean", "", "mean of this key of Trajectory.info over the trajectories that have it")
         return METRICS.get(key, custom if key.startswith(INFO) else None)
-    whole, layer = _ROUTING[found[0]], found[1]
+    whole, layer = ROUTING[found[0]], found[1]
     return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {layer}")
 
 

@@ -1,7 +1,7 @@
 """One HTML page for one or more runs, which opens from disk: `report.html` with the data of the run directories.
 
-The page has charts, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run. The
-charts are drawn by Plotly, whose script is in the page.
+The page has charts, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run.
+The charts are drawn by Plotly, whose script is in the page.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from async_rl.files.masking import masked
 from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
 from async_rl.files.starts import STARTS
 from async_rl.metrics.pages import json_script, packed_script, template
-from async_rl.metrics.registry import FILTERS, INFO, METRICS, Metric, metric_of, split_layer
+from async_rl.metrics.registry import FILTERS, INFO, METRICS, ROUTING, Metric, metric_of, split_layer
 
 _DIGITS = 6
 RECENT = 10  # batches in a mean over the newest ones
@@ -35,7 +35,7 @@ _LAG_LABELS = {"lag0": "0", "lag0_mixed": "0, mixed", "lag1": "1", "lag2": "2", 
 _SPANS = {
     "controller train": {"wait": "wait", "export": "export", "probe": "probe", "checkpoint": "checkpoint"},
     "trainer-0 rank": {
-        **{kind: "batch" for kind in ("fetch", "build", "record")},
+        **dict.fromkeys(("fetch", "build", "record"), "batch"),
         **{kind: kind for kind in ("reference", "proximal", "forward_backward", "optimizer")},
     },
 }
@@ -51,6 +51,7 @@ _COMPUTED = {
     "phase/wait": Metric("sum", "s", "time of a step by what the controller and trainer rank 0 did, from trace.json"),
 }
 """Values that this module makes, and validations."""
+_SIGNALS = ("without_signal", "all_right", "all_wrong")
 _NO_CURVES = ("validation/success", "prompts", "samples", "_version")  # of the validations
 
 
@@ -60,8 +61,8 @@ class Panel:
 
     title: str
     """Heading."""
-    keys: tuple[tuple[str, str], ...]
-    """(key of a metric, label in the chart)."""
+    keys: tuple[str, ...]
+    """Metrics in it."""
     topic: str = ""
     """Heading under which the chart is folded; empty for the charts that everybody looks at first."""
     over: str = "step"
@@ -75,81 +76,37 @@ class Panel:
     """Whether the lines of a single run are stacked."""
 
 
-def _lines(topic: str, title: str, *keys: str, zero: bool = False, log: bool = False) -> Panel:
-    """Lines of metrics, labelled by the last part of their keys."""
-    labels = tuple((key, key.rpartition("/")[2].replace("_", " ")) for key in keys)
-    return Panel(title=title, topic=topic, keys=labels, zero=zero, log=log)
-
-
-def _of_layers(title: str, key: str, *, zero: bool = False) -> Panel:
-    return Panel(title=f"{title} by layer", topic="Routing", keys=((key, "mean"),), over="layer", zero=zero)
+def _panel(topic: str, title: str, *keys: str, **options: Any) -> Panel:
+    return Panel(title=title, topic=topic, keys=keys, **options)
 
 
 PANELS = (
-    Panel(title="Reward", keys=(("validation/success", "held out"), ("reward/mean", "training"))),
-    Panel(
-        title="Mismatch of engine and trainer, k3",
-        keys=(("mismatch/k3", "all tokens"), ("mismatch/k3_lag0", "staleness 0"), ("mismatch/k3_probe", "probe")),
-        log=True,
-    ),
-    _lines("", "Staleness", "staleness/mean", "staleness/p99", "staleness/max", zero=True),
-    _lines("", "Throughput", "recent/throughput", "recent/limit", zero=True),
-    Panel(
-        title="Tokens of a trajectory",
-        keys=(
-            ("length/offered_p50", "sampled p50"),
-            ("length/trained_p50", "trained p50"),
-            ("length/offered_p90", "sampled p90"),
-            ("length/trained_p90", "trained p90"),
-        ),
-        zero=True,
-    ),
-    _lines(
-        "Reward",
-        "Groups without signal",
-        *(f"reward/groups_{kind}" for kind in ("without_signal", "all_right", "all_wrong")),
-        zero=True,
-    ),
-    _lines("Reward", "Spread of the rewards", "reward/std", zero=True),
-    _lines("Reward", "Cut-off rollouts", "rollout/cut_off_fraction", "rollout/out_of_turns_fraction", zero=True),
-    _lines("Reward", "Partial rollouts", "partial/resumed_fraction", zero=True),
-    _lines("Loss", "Loss", "loss"),
-    _lines("Loss", "Entropy", "entropy"),
-    _lines("Loss", "Gradient norm", "grad_norm", zero=True),
-    _lines("Loss", "Learning rate", "lr", zero=True),
-    _lines("Loss", "KL", "kl/reference", "kl/proximal", "kl/penalty"),
-    Panel(
-        title="Tokens that the loss clips, cuts or masks",
-        topic="Loss",
-        keys=tuple((f"{name}/fraction", name) for name in FILTERS),
-        zero=True,
-    ),
-    _lines("Mismatch", "Differences of the logprobs", "mismatch/abs_mean", "mismatch/abs_p99", log=True),
-    _lines("Mismatch", "Effective sample size", "ess/token", "ess/sequence"),
-    Panel(title="Mismatch by staleness, k3", topic="Mismatch", keys=(("mismatch/k3", "k3"),), over="lag", log=True),
-    Panel(
-        title="Trained tokens by staleness",
-        topic="Mismatch",
-        keys=(("staleness/share", "share"),),
-        over="staleness",
-        zero=True,
-    ),
-    _lines("Routing", "Routing overlap", "routing/overlap"),
-    _of_layers("Routing overlap", "routing/overlap"),
-    _of_layers("Gate mass of the recorded experts", "routing/gate_mass"),
-    _of_layers("Refused experts", "routing/refused_fraction", zero=True),
-    _of_layers("Rows left to the live router", "routing/fallback_fraction", zero=True),
-    Panel(
-        title="Phases of a step",
-        topic="Time",
-        keys=tuple((f"phase/{name}", name.replace("_", " ")) for name in (*_PHASES, "other")),
-        zero=True,
-        stack=True,
-    ),
-    _lines("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
-    _lines("Time", "Time of a step", "step/seconds", zero=True),
-    _lines("Time", "Time of a publish", "sync/seconds", "sync/pause_seconds", zero=True),
-    _lines("Time", "Groups in the queue", "queue/ready", "queue/open", zero=True),
+    _panel("", "Reward", "validation/success", "reward/mean"),
+    _panel("", "Mismatch of engine and trainer", "mismatch/k3", "mismatch/k3_lag0", "mismatch/k3_probe", log=True),
+    _panel("", "Staleness", "staleness/mean", "staleness/p99", "staleness/max", zero=True),
+    _panel("", "Throughput", "recent/throughput", "recent/limit", zero=True),
+    _panel("", "Tokens of a trajectory", *(f"length/{k}_{p}" for p in ("p50", "p90") for k in ("offered", "trained"))),
+    _panel("Reward", "Groups without signal", *(f"reward/groups_{k}" for k in _SIGNALS), zero=True),
+    _panel("Reward", "Spread of the rewards", "reward/std", zero=True),
+    _panel("Reward", "Cut-off rollouts", "rollout/cut_off_fraction", "rollout/out_of_turns_fraction", zero=True),
+    _panel("Reward", "Partial rollouts", "partial/resumed_fraction", zero=True),
+    _panel("Loss", "Loss", "loss"),
+    _panel("Loss", "Entropy", "entropy"),
+    _panel("Loss", "Gradient norm", "grad_norm", zero=True),
+    _panel("Loss", "Learning rate", "lr", zero=True),
+    _panel("Loss", "KL", "kl/reference", "kl/proximal", "kl/penalty"),
+    _panel("Loss", "Clipped, cut or masked tokens", *(f"{name}/fraction" for name in FILTERS), zero=True),
+    _panel("Mismatch", "Differences of the logprobs", "mismatch/abs_mean", "mismatch/abs_p99", log=True),
+    _panel("Mismatch", "Effective sample size", "ess/token", "ess/sequence"),
+    _panel("Mismatch", "Mismatch by staleness", "mismatch/k3", over="lag", log=True),
+    _panel("Mismatch", "Trained tokens by staleness", "staleness/share", over="staleness", zero=True),
+    _panel("Routing", "Routing overlap", "routing/overlap"),
+    *(_panel("Routing", f"{key.partition('/')[2]} by layer", key, over="layer", zero=True) for key in ROUTING),
+    _panel("Time", "Phases of a step", *(f"phase/{name}" for name in (*_PHASES, "other")), zero=True, stack=True),
+    _panel("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
+    _panel("Time", "Time of a step", "step/seconds", zero=True),
+    _panel("Time", "Time of a publish", "sync/seconds", "sync/pause_seconds", zero=True),
+    _panel("Time", "Groups in the queue", "queue/ready", "queue/open", zero=True),
 )
 """The charts: five that tell whether a run learns, whether its gradient is right and whether it is fast, then topics.
 
@@ -223,7 +180,7 @@ def report_page(runs: Sequence[RunRecord], *, beside: Path) -> str:
     """
     metrics = _metrics(runs)
     own = [key for key in metrics if key.startswith((INFO, "validation/")) and not key.endswith(_NO_CURVES)]
-    panels = [*PANELS, *(Panel(title=key, topic="Task", keys=((key, key),)) for key in own)]
+    panels = [*PANELS, *(_panel("Task", key, key) for key in own)]
     data = {
         "runs": [_run_data(run, beside=beside) for run in runs],
         "panels": [asdict(panel) for panel in panels],

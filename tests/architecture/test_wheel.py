@@ -32,7 +32,7 @@ def installed(tmp_path_factory):
 def test_the_wheel_has_three_packages_and_no_other_module(installed):
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert names == {"message_queue", "agent_loop", "async_rl"}
-    for page in ("viewer.html", "report.html", "common.js"):
+    for page in ("viewer.html", "report.html", "common.html"):
         assert (installed / "async_rl" / "metrics" / page).is_file()
 
 

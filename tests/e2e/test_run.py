@@ -51,7 +51,15 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     rounds = lines(short_run, "validation.jsonl")
     assert [v["train_step"] for v in rounds] == [0, 4]
     assert all(v["validation/pass_at_1"] == v["validation/pass_at_2"] for v in rounds), "both samples are greedy"
-    for name in ("config.yaml", "trace.json", "report.html", "rollouts.html", "starts.jsonl", "tensorboard", "checkpoints/step-000004/run.json"):
+    for name in (
+        "config.yaml",
+        "trace.json",
+        "report.html",
+        "rollouts.html",
+        "starts.jsonl",
+        "tensorboard",
+        "checkpoints/step-000004/run.json",
+    ):
         assert (short_run / name).exists(), name
 
 

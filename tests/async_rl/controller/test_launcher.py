@@ -1,6 +1,7 @@
 """A run as a whole, without processes: the watch of nodes beside the pipeline."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -131,3 +132,40 @@ def test_a_url_without_a_driver_is_refused_before_the_start(tmp_path):
     given = [f"output_dir={tmp_path}", "sync.route=folder", "sync.directory=nothing://bucket"]
     with pytest.raises(ConfigError, match=r"sync\.directory is nothing://bucket"):
         Launcher(load_config(given), resume_command="again")
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_rollouts_are_a_page_after_each_checkpoint_and_at_the_end_and_starts_are_recorded(
+    finished, monkeypatch, tmp_path
+):
+    written, once = [], asyncio.Event()
+
+    async def write(directory, *, warn):
+        written.append(directory)
+        once.set()
+
+    async def run(_processes, *, recorder, **_options):
+        (tmp_path / "rollouts").mkdir()
+        (tmp_path / "rollouts" / "step-000001.parquet").touch()
+        recorder.checkpointed.set()
+        await once.wait()
+        return finished
+
+    monkeypatch.setattr(launcher, "write_rollouts_page", write)
+    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run)
+    async with asyncio.timeout(30):
+        assert await made.run() is finished
+    assert written == [tmp_path] * 2
+    (start,) = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert start["command"] == "again" and start["train_step"] == 0 and start["async_rl"].startswith("0.1.0")
+
+
+async def test_a_run_without_recorded_rollouts_writes_no_page_of_them(monkeypatch, tmp_path):
+    async def run(*_args, **_options):
+        return True
+
+    async def write(*_args, **_options):
+        raise AssertionError
+
+    monkeypatch.setattr(launcher, "write_rollouts_page", write)
+    await program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run).run()

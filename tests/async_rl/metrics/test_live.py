@@ -116,12 +116,17 @@ async def test_pages_of_a_living_run_renew_and_keep_what_the_reader_chose(tmp_pa
             assert await page.run("$('live').textContent") == "live"
 
             await page.open(addresses[1])
-            await page.run("$('list').scrollTop = 30 * ROW; pick(found[34]); turn('raw'); $('list').scrollTop = 30 * ROW")
+            await page.run(
+                "$('list').scrollTop = 30 * ROW; pick(found[34]); turn('raw'); $('list').scrollTop = 30 * ROW"
+            )
             key, top = await page.run("[key_of(chosen), key_of(found[30])]")
             write(run, 10, [row(10, 50, n) for n in range(3)])
             await page.until(count_is(53, of=53))
             await page.until("document.querySelector('.card.chosen')")
-            assert await page.run("[key_of(chosen), key_of(found[Math.floor($('list').scrollTop / ROW)])]") == [key, top]
+            assert await page.run("[key_of(chosen), key_of(found[Math.floor($('list').scrollTop / ROW)])]") == [
+                key,
+                top,
+            ]
             assert await page.run("state.raw && document.querySelector('#bar h2').textContent") == "Step 8, group 37"
             await page.open(addresses[1].partition("#")[0])
             write(run, 12, [row(12, 60, 0)])

@@ -1,4 +1,4 @@
-"""Report and rollouts of a run in a real browser: they fit the window, log no error, load nothing, and every control works."""
+"""Report and rollouts of a run in a real browser: they fit the window, load nothing, and every control works."""
 
 import json
 
@@ -154,37 +154,41 @@ async def test_report_lists_what_is_always_zero_in_place_of_charts(pages, page):
     assert zeros.startswith("Always 0") and all(key in zeros for key in ZEROS) and "grad_norm" not in zeros
     assert "Partial rollouts" not in await page.run(texts_of(".chart h3"))
     await unfold(page, "Loss")
-    clipped = "Tokens that the loss clips, cuts or masks"
-    assert await lines_of(page, clipped, name="clip") == [] and await lines_of(page, clipped, name="mask")
+    clipped = "Clipped, cut or masked tokens"
+    assert await lines_of(page, clipped, name="clip/fraction") == [] and await lines_of(
+        page, clipped, name="mask/fraction"
+    )
 
 
 async def test_report_draws_categories_as_bars(pages, page):
     await page.open(pages[0])
     await unfold(page, "Routing")
     await unfold(page, "Mismatch")
-    for title in ("Routing overlap by layer", "Trained tokens by staleness", "Mismatch by staleness, k3"):
+    for title in ("overlap by layer", "Trained tokens by staleness", "Mismatch by staleness"):
         assert set(await page.run(f"{drawing(title)}.data.map((t) => t.type)")) == {"bar"}
     assert (await lines_of(page, "Trained tokens by staleness"))[0] == ([0, 2], [0.25, 0.75])
-    lags = (await lines_of(page, "Mismatch by staleness, k3"))[0][0]
+    lags = (await lines_of(page, "Mismatch by staleness"))[0][0]
     assert lags == ["0", "0, mixed", "1", "2", "3+"]
 
 
 async def test_report_smooths_and_takes_the_axis_that_the_reader_chooses(pages, page):
     await page.open(pages[0])
-    await page.run("{ const at = document.getElementById('smooth'); at.value = 0.5; at.dispatchEvent(new Event('input')) }")
+    await page.run(
+        "{ const at = document.getElementById('smooth'); at.value = 0.5; at.dispatchEvent(new Event('input')) }"
+    )
     weights = [np.array([0.5**n for n in range(step)]) for step in range(1, 5)]
     expected = [float(np.arange(len(w), 0, -1) @ w / w.sum()) + 1e-3 for w in weights]
-    raw, smooth = (await lines_of(page, "Throughput"))[:2]
+    raw = (await lines_of(page, "Throughput"))[0]
     assert len(raw[1]) == 4
-    values = (await lines_of(page, "Reward", name="training"))[0][1]
+    values = (await lines_of(page, "Reward", name="reward/mean"))[0][1]
     assert values == pytest.approx(expected), "weights 1, 1/2, 1/4, ... of the newest values"
     choose = "{{ const at = document.getElementById('axis'); at.value = '{}'; at.dispatchEvent(new Event('change')) }}"
     for axis, factor in (("hours", 1 / 3600), ("tokens", None)):
         await page.run(choose.format(axis))
-        x = (await lines_of(page, "Reward", name="training"))[0][0]
+        x = (await lines_of(page, "Reward", name="reward/mean"))[0][0]
         sums = np.cumsum([step + 1e-3 for step in range(1, 5)]) * factor if factor else np.arange(1, 5) + 1e-3
         assert x == pytest.approx(list(sums), rel=1e-4)
-        assert (await lines_of(page, "Reward", name="held out"))[0][0] == pytest.approx([0, x[-1]])
+        assert (await lines_of(page, "Reward", name="validation/success"))[0][0] == pytest.approx([0, x[-1]])
 
 
 async def test_report_zooms_all_charts_together_and_has_logarithmic_axes(pages, page):
@@ -208,10 +212,10 @@ async def test_report_zooms_all_charts_together_and_has_logarithmic_axes(pages, 
 
 async def test_report_hides_a_run_and_shows_runs_next_to_each_other(pages, page):
     await page.open(pages[0])
-    assert len(await lines_of(page, "Reward", name="training")) == 2
+    assert len(await lines_of(page, "Reward", name="reward/mean")) == 2
     await page.run("document.querySelector('#runs button').click()")
     await page.until(f"{drawing('Reward')}.data.length === 2")
-    assert (await lines_of(page, "Reward", name="training"))[0][1][0] == pytest.approx(1.002)
+    assert (await lines_of(page, "Reward", name="reward/mean"))[0][1][0] == pytest.approx(1.002)
     facts = await page.run(texts_of("#summary tr:first-child td"))
     assert facts[0] == "first" and facts[6] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
     differences = await page.run(text_of("#differences"))
@@ -228,7 +232,10 @@ async def test_report_shows_the_phases_of_each_step(tmp_path, page):
     make_run(tmp_path, lr=1e-3)
     trace = Trace(tmp_path / "trace.json")
     spans = [("controller", "train", "wait", 0, 0.5, {"step": 1}), ("trainer-0", "rank", "optimizer", 0.5, 0.7, {})]
-    spans += [("controller", "train", "wait", 1, 1.25, {"step": 2}), ("trainer-0", "rank", "forward_backward", 2, 3.5, {})]
+    spans += [
+        ("controller", "train", "wait", 1, 1.25, {"step": 2}),
+        ("trainer-0", "rank", "forward_backward", 2, 3.5, {}),
+    ]
     for number, (process, track, kind, start, end, args) in enumerate(spans):
         name = {"name": kind, "cat": kind, "ph": "X", "pid": process, "tid": f"{process} {track} 0"}
         event = name | {"ts": int(start * 1e6), "dur": round((end - start) * 1e6), "args": args}
@@ -237,7 +244,10 @@ async def test_report_shows_the_phases_of_each_step(tmp_path, page):
     assert report([str(tmp_path)]) == 0
     await page.open((tmp_path / "report.html").as_uri())
     await unfold(page, "Time")
-    found = {name: (await lines_of(page, "Phases of a step", name=name))[0] for name in ("wait", "optimizer", "other")}
+    found = {
+        name: (await lines_of(page, "Phases of a step", name=f"phase/{name}"))[0]
+        for name in ("wait", "optimizer", "other")
+    }
     assert found["wait"] == ([1, 2], [0.5, 0.25]) and found["optimizer"] == ([1], [0.2])
     assert found["other"][1] == pytest.approx([1 - 0.7, 2 - 1.75, 3, 4])
 
@@ -389,13 +399,14 @@ CHAT = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "and 3?"},
 ]
+OPENED = "<|im_start|>assistant\n<think>\n"
 HARMONY = (
-    "<|start|>system<|message|>be brief<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant<|channel|>final<|message|>"
-    "4<|end|><|start|>user<|message|>and 3?<|end|>"
+    "<|start|>system<|message|>be brief<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant<|channel|>final"
+    "<|message|>4<|end|><|start|>user<|message|>and 3?<|end|>"
 )
 GEMMA = (
-    "<bos><start_of_turn>system\nbe brief<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>\n"
-    "<start_of_turn>user\nand 3?<end_of_turn>\n<start_of_turn>model\n"
+    "<bos><start_of_turn>system\nbe brief<end_of_turn>\n<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n"
+    "4<end_of_turn>\n<start_of_turn>user\nand 3?<end_of_turn>\n<start_of_turn>model\n"
 )
 
 
@@ -406,10 +417,14 @@ async def test_viewer_shows_roles_in_place_of_the_tokens_of_a_template(pages, pa
         rendered[family] = build(family).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     for family, text in rendered.items():
         parts = await page.run(f"messages_of({json.dumps(text)}, 'prompt')")
-        expected = [[m["role"], m["content"] + ("/nothink" if family == "glm" and m["role"] == "user" else "")] for m in CHAT]
+        expected = [
+            [m["role"], m["content"] + ("/nothink" if family == "glm" and m["role"] == "user" else "")] for m in CHAT
+        ]
         assert parts == expected, family
     mixtral = build("mixtral").apply_chat_template(CHAT[1:], tokenize=False)
-    assert await page.run(f"messages_of({json.dumps(mixtral)}, 'prompt')") == [[m["role"], m["content"]] for m in CHAT[1:]]
+    assert await page.run(f"messages_of({json.dumps(mixtral)}, 'prompt')") == [
+        [m["role"], m["content"]] for m in CHAT[1:]
+    ]
     assert await page.run("messages_of('no template', 'prompt')") == [["prompt", "no template"]]
 
 
@@ -418,16 +433,18 @@ async def test_viewer_shows_reasoning_calls_and_replies_and_raw_text_on_demand(t
     turns = [
         {
             "text": f"let me see</think>\nI ask.\n{call}<|im_end|>",
-            "reply": "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n",
+            "reply": "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n" + OPENED,
             "tool_calls": [],
         },
         {"text": "two\n</think>\nIt is 2.<|im_end|>", "reply": "", "tool_calls": []},
     ]
-    prompt = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    prompt = "<|im_start|>user\n1+1?<|im_end|>\n" + OPENED
     write(tmp_path, 2, [row(2, 0, 0) | {"prompt": prompt, "turns": turns}])
     assert view([str(tmp_path)]) == 0
     await page.open((tmp_path / "rollouts.html").as_uri())
-    shown = await page.run("[...document.querySelectorAll('.message')].map((e) => [e.classList[1], e.lastChild.innerText])")
+    shown = await page.run(
+        "[...document.querySelectorAll('.message')].map((e) => [e.classList[1], e.lastChild.innerText])"
+    )
     assert [[role, text.split()] for role, text in shown] == [
         ["user", ["1+1?"]],
         ["reasoning", ["let", "me", "see"]],
