@@ -1,4 +1,4 @@
-"""The pages of a living run on a local port: made when somebody asks, and again if files of the run have changed."""
+"""The pages of a living run on a local port: made on request if files of the run have changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str, port: int) -> ThreadingHTTPServer:
-    """A server of pages, which `serve_forever` runs.
+    """A server of pages; its `serve_forever` runs it.
 
     If it listens on this machine only, it refuses requests with the name of another host, as a foreign web page in the
     user's browser could send them.
@@ -30,7 +30,7 @@ def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str,
     Raises:
         OSError: the port is in use.
     """
-    made = dict.fromkeys(pages, ("", "", 0.0))  # tag of the files, page, when it may be made again
+    made = dict.fromkeys(pages, ("", "", 0.0))  # tag of the files, page, earliest time to renew it
     lock = threading.Lock()
 
     def page(path: str) -> tuple[str, str]:

@@ -64,7 +64,7 @@ class Panel:
     keys: tuple[str, ...]
     """Metrics in it."""
     topic: str = ""
-    """Heading under which the chart is folded; empty for the charts that everybody looks at first."""
+    """Heading under which the chart is folded; empty for the charts that come first."""
     over: str = "step"
     """Horizontal axis: `step` for lines over the axis that the reader chose; for bars `layer`, `staleness` or `lag` (a
     bucket of `registry.LAGS`), each a mean over the run."""

@@ -13,7 +13,7 @@ reader asks for them:
                  the gradient in percent, uint8 effects; then the int16 routing rows of the rows that have them
 
 Text and error of a failed rollout are in `failed-*.jsonl`. If a recorded batch has its group, they complete its row;
-otherwise it is a row of its own, before the batch that follows it.
+otherwise it has a separate row, above the batch after which it failed.
 
 The newest step comes first. The page is bounded: MAX_ROWS rows, MAX_TEXT characters of texts, and MAX_TOKEN_BYTES of
 chunks; older rows have no chunk, and those before them are left out, which a note says.

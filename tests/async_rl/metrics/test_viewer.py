@@ -105,27 +105,27 @@ def test_view_writes_a_page_with_every_row_and_its_text(run, capsys):
     assert capsys.readouterr().out.strip() == str(run / "rollouts.html")
     meta, scripts = unpacked(run)
     rows = CHUNK_ROWS + 9
-    assert (meta["rows"], meta["chunks"]) == (rows, [0, CHUNK_ROWS, CHUNK_ROWS + 6])
+    assert (meta["rows"], meta["chunks"]) == (rows, [0, 3, CHUNK_ROWS + 3])
     assert len(scripts["columns"]) == 4 * rows * len(meta["columns"])
     columns = {
         name: np.frombuffer(scripts["columns"], "<f4" if kind == "float" else "<i4", rows, 4 * rows * i)
         for i, (name, kind) in enumerate(meta["columns"])
     }
-    assert columns["step"].tolist() == [2] * (rows - 3) + [4] * 3
-    assert columns["length"].tolist()[-3:] == [5, 0, 9] and columns["staleness"].tolist()[-3:] == [3, 0, 3]
-    assert [meta["stops"][i] for i in columns["stop"][-3:]] == ["stop", "error", "stop"]
-    assert columns["reward"].tolist()[:3] == [0.0, 0.5, 1.0] and np.isnan(columns["advantage"][-2])
+    assert columns["step"].tolist() == [4] * 3 + [2] * (rows - 3)
+    assert columns["length"].tolist()[:3] == [5, 0, 9] and columns["staleness"].tolist()[:3] == [3, 0, 3]
+    assert [meta["stops"][i] for i in columns["stop"][:3]] == ["stop", "error", "stop"]
+    assert columns["reward"].tolist()[3:6] == [0.0, 0.5, 1.0] and np.isnan(columns["advantage"][1])
     prompts = scripts["prompts"].decode().split("\0")
-    assert [prompts[i] if i >= 0 else None for i in columns["prompt"][-3:]] == ["prompt of 1", None, "prompt of 2"]
+    assert [prompts[i] if i >= 0 else None for i in columns["prompt"][:3]] == ["prompt of 1", None, "prompt of 2"]
     texts = scripts["texts"].decode().split("\0")
     said = TEXT.replace("\0", "").replace("\1", "")
-    assert texts[-3:] == [f"{said}\1seen", "", f"{said}\1seen"] and len(texts) == rows
+    assert texts[:3] == [f"{said}\1seen", "", f"{said}\1seen"] and len(texts) == rows
 
 
 def test_chunks_hold_the_values_of_each_token(run):
     assert main([str(run)]) == 0
     meta, scripts = unpacked(run)
-    data = scripts["chunk-2"]
+    data = scripts["chunk-0"]
     size = int.from_bytes(data[:4], "little")
     header = json.loads(data[4 : 4 + size])
     assert [entry["tokens"] for entry in header] == [5, 0, 9]
@@ -179,17 +179,16 @@ def test_failed_rollouts_complete_their_rows_or_are_rows_of_their_own(run):
         name: np.frombuffer(scripts["columns"], "<i4", rows, 4 * rows * i).tolist()
         for i, (name, _) in enumerate(meta["columns"])
     }
-    assert [(columns["step"][i], columns["group"][i]) for i in range(rows - 6, rows)] == [
+    assert [(columns["step"][i], columns["group"][i]) for i in range(6)] == [
+        *((4, 10), (4, 1), (4, 1), (4, 2)),
         *((2, 8), (2, 9)),
-        *((4, 1), (4, 1), (4, 2)),
-        (4, 10),
     ]
-    errors = [meta["errors"][i] if i >= 0 else None for i in columns["error"][-6:]]
+    errors = [meta["errors"][i] if i >= 0 else None for i in columns["error"][:6]]
     line = "KeyError, own.py:{} in score"
-    assert errors == [line.format(12), line.format(7), None, line.format(7), None, "EngineTimeout"]
+    assert errors == ["EngineTimeout", None, line.format(7), None, line.format(12), line.format(7)]
     texts = scripts["texts"].decode().split("\0")
-    assert texts[-3] == "said\1seen\3KeyError: 'unit' (/a/own.py:7 in score)" == texts[-5]
-    assert columns["length"][-3] == 11 and columns["prompt"][-3] == columns["prompt"][-4]
+    assert texts[2] == "said\1seen\3KeyError: 'unit' (/a/own.py:7 in score)" == texts[5]
+    assert columns["length"][2] == 11 and columns["prompt"][2] == columns["prompt"][1]
     assert len(meta["chunks"]) == len([name for name in scripts if name.startswith("chunk-")]) == 5
 
 
