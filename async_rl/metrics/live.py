@@ -30,7 +30,8 @@ def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str,
     Raises:
         OSError: the port is in use.
     """
-    made: dict[str, tuple[str, str, float]] = dict.fromkeys(pages, ("", "", 0.0))  # tag of the files, page, earliest time to renew it
+    # Path -> tag of the files, page, earliest time to renew it.
+    made: dict[str, tuple[str, str, float]] = dict.fromkeys(pages, ("", "", 0.0))
     lock = threading.Lock()
 
     def page(path: str) -> tuple[str, str]:
