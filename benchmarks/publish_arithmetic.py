@@ -206,7 +206,7 @@ class Publish:
         return self.rates.exchange_s + self.worker / self.hardware.device_gbs
 
 
-# Layouts of `scale=qwen3_30b_a3b` and `scale=qwen3_235b_a22b`; 1T is no preset.
+# Layouts of `scale=qwen3_30b_a3b_24` and `scale=qwen3_235b_a22b`; 1T is no preset.
 MODELS = (
     Model(
         name="30B",

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
 NOT_RUN = "<!-- not run -->"
 _FENCE = re.compile(
     r'^(?P<before>[^\n]*)\n```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.M | re.S
 )
+
+_PROGRAMS = "async-rl|make|pip|ray|docker|sbatch|srun|kubectl|hf|git|cd|for|source|tensorboard|uv|curl|export|apt-get"
+_COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*((\S*/)?(python[\d.]*|{_PROGRAMS})|\.) ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +50,24 @@ def module_of(page: str, title: str) -> str:
     return code
 
 
-def commands(text: str) -> list[list[str]]:
-    """Words of each `python -m` and `make` command in the indented blocks of a page; comments are left out."""
-    indented = re.sub(r"\\\n\s*", "", text)
-    lines = re.findall(r"^    +(?:\w+=\S+ )*((?:python -m|make) .*)$", indented, re.M)
-    return [shlex.split(line.partition("  #")[0]) for line in lines]
+def titled(text: str) -> dict[str, str]:
+    """The files that a page shows: title -> text of the block, in any language."""
+    return {match["title"]: match["code"] for match in _FENCE.finditer(text) if match["title"]}
+
+
+def commands(text: str) -> list[str]:
+    """Shell commands of a page: those of its indented blocks, of its blocks of shell, and those in backticks.
+
+    Lines that end with a backslash are joined; comments and prompts are left out.
+    """
+    shell = "".join(match["code"] for match in _FENCE.finditer(text) if match["language"] in ("bash", "sh", "console"))
+    prose = _FENCE.sub("", text)
+    indented = "\n".join(re.findall(r"^    +(.*)$", prose, re.M))
+    lines = [line.strip() for line in re.sub(r"\\\n\s*", "", f"{shell}\n{indented}").splitlines()]
+    inline = [" ".join(words.split()) for words in re.findall(r"`([^`]+)`", prose)]
+    found = [line for line in lines if _COMMAND.match(line)]
+    found += [words for words in inline if re.match(r"(python -m|async-rl|make|pip install) [\w'.-]+", words)]
+    return [re.split(r"\s{2,}#|\s#\s", line)[0].removeprefix("$ ").strip() for line in found]
 
 
 def links(text: str) -> list[str]:

@@ -11,13 +11,18 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from async_rl.config import load_config
-from async_rl.controller.summary import rank_bytes
+from async_rl.config import CONFIGS, load_config, preset_names
+from async_rl.controller.summary import ASSUMED_GPU_BYTES, GIB, engine_memory, rank_memory
 from tests.docs.pages import ROOT, module_of
+from tests.helpers.full_size import save_empty
 
 GUIDE = "docs/guides/cluster.md"
-PARAMETERS = {"qwen3_30b_a3b": (1_541_093_376, 28_991_029_248), "qwen3_235b_a22b": (7_997_238_784, 227_096_395_776)}
-LAYERS = {"qwen3_30b_a3b": 48, "qwen3_235b_a22b": 94}
+ON_SEVERAL_NODES = ("qwen3_30b_a3b_16", "qwen3_30b_a3b_24", "qwen3_235b_a22b")
+ROWS = [  # of the table of presets
+    [cell.strip(" `") for cell in line.strip("|").split("|")]
+    for line in (ROOT / GUIDE).read_text().splitlines()
+    if re.match(r"\| `\w+` \| Qwen", line)
+]
 
 
 def locked(name):
@@ -53,18 +58,34 @@ def test_the_ray_job_has_the_gpus_of_its_preset():
     assert needed == group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_the_memory_in_the_guide_is_that_of_the_preset(name):
-    config = load_config([f"scale={name}", "model.checkpoint=/m", "sync.directory=/w"])
-    dense, experts = PARAMETERS[name]
-    trainer = rank_bytes(
-        config.trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=LAYERS[name]
-    )
-    engine = 2 * (dense + experts) / config.engine.ranks
-    gpus = config.trainer.ranks + config.engine.replicas * config.engine.ranks
-    (row,) = [line for line in (ROOT / GUIDE).read_text().splitlines() if line.startswith(f"| `{name}`")]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert [cells[1], *cells[-2:]] == [f"{gpus}", f"{trainer / 1e9:.1f}", f"{engine / 1e9:.1f}"]
+@pytest.fixture
+def full_size(tmp_path):
+    """Writes the checkpoint of a published model, without content."""
+    return lambda model: save_empty(model, tmp_path / model)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_the_memory_in_the_guide_is_that_of_the_preset(row, full_size):
+    preset, model, gpus, trainer, _, of_trainer, of_engine = row
+    name, _, lora = model.partition(", ")
+    options = ["trainer.lora.rank=32"] if lora else []
+    if preset in ON_SEVERAL_NODES:
+        options.append("sync.directory=/w")
+    checkpoint = full_size(name)
+    config = load_config([f"scale={preset}", f"model.checkpoint={checkpoint}", *options])
+    ranks = config.trainer.ranks + config.engine.replicas * config.engine.ranks
+    share = min(1.0, config.cluster.gpus_per_rank)
+    assert (float(gpus), int(trainer.split()[0])) == (ranks * share, config.trainer.ranks)
+    for cell, held, room in (
+        (of_trainer, rank_memory(config, checkpoint), share),
+        (of_engine, engine_memory(config, checkpoint), config.engine.gpu_memory_utilization),
+    ):
+        whole = sum(held.values())
+        assert cell == f"{whole / GIB:.3g}, {(room * ASSUMED_GPU_BYTES - whole) / GIB:.3g} left"
+
+
+def test_the_guide_has_every_preset():
+    assert {preset for preset, *_ in ROWS} == set(preset_names(CONFIGS / "scale"))
 
 
 def test_the_dockerfile_copies_what_the_set_up_needs(tmp_path):

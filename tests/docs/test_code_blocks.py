@@ -1,20 +1,15 @@
-"""Python blocks of the documentation run; commands, options, links and paths in it exist."""
+"""Python blocks of the documentation run; links and paths in it exist."""
 
-import importlib.util
 import os
 import re
 import subprocess
 import sys
-from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 
-from async_rl.config import CONFIGS, RunConfig
-from tests.docs.pages import PAGES, ROOT, blocks, commands, links, name_of, paths
+from tests.docs.pages import PAGES, ROOT, blocks, links, name_of, paths
 
-TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 WITH_BLOCKS = [page for page in PAGES if blocks(page.read_text())]
 NOT_RUN: dict[str, int] = {}
 
@@ -33,21 +28,6 @@ def run_blocks(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "script.py"], cwd=folder, env=environment, capture_output=True, text=True
     )
-
-
-def known_option(key: str) -> bool:
-    """Whether a Hydra override of `key` sets a group of configs or a field of RunConfig."""
-    if (CONFIGS / key).is_dir():
-        return True
-    kinds = [RunConfig]
-    for name in key.lstrip("+~").split("."):
-        hints = [get_type_hints(kind)[name] for kind in kinds if name in kind.__dataclass_fields__]
-        if not hints:
-            return False
-        kinds = [kind for hint in hints for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
-        if not kinds:  # a value, or a mapping with keys of its own
-            return True
-    return True
 
 
 def anchors(page: Path) -> set[str]:
@@ -73,24 +53,6 @@ def test_pages_have_python_blocks_and_all_but_the_named_ones_are_run():
 def test_a_block_that_fails_is_noticed(tmp_path):
     assert run_blocks("text\n```python\nassert True\n```\n", tmp_path).returncode == 0
     assert run_blocks('text\n```python title="a.py"\nx = 1\n```\n\n```py\nassert a.x == 2\n```\n', tmp_path).returncode
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_commands_of_a_page_have_a_module_and_options_that_exist(page):
-    for command in commands(page.read_text()):
-        if command[0] == "make":
-            assert command[1] in TARGETS, command
-            continue
-        assert importlib.util.find_spec(command[2]), command
-        if command[2] == "async_rl.run":
-            keys = [word.partition("=")[0] for word in command[3:] if "=" in word and not word.startswith("-")]
-            assert all(map(known_option, keys)), command
-
-
-def test_an_option_that_does_not_exist_is_noticed():
-    assert known_option("engine") and known_option("+cluster.rank_env.NCCL_DEBUG") and known_option("loss.clip_low")
-    assert known_option("engine.extra_args.block_size") and known_option("task.options.limit")
-    assert not known_option("trainer.rank") and not known_option("rollout.limits.turns") and not known_option("sed")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

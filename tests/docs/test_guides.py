@@ -1,11 +1,13 @@
 """Code of the guides in use: a task with a tool, copied from its page, and rolled out by a fake engine."""
 
 import importlib
+import json
 import sys
 
 import pytest
 
 from agent_loop import SamplingConfig, TurnLimits
+from agent_loop.program import ModelAccess, command
 from agent_loop.tools import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
@@ -110,6 +112,27 @@ async def test_the_class_of_the_guide_has_a_board_for_each_rollout(guide):
         assert (trajectory.reward, trajectory.info["tool_calls"], trajectory.info["tool_errors"]) == (1, 3, 0)
         text = TOKENIZER.decode(trajectory.token_ids().tolist())
         assert [text.count(f"\n{reply}\n") for reply in ("1 stones", "2 stones", "outside of the board")] == [1, 1, 1]
+
+
+async def test_a_program_reads_the_json_of_the_guide(tmp_path):
+    copy = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.stdin.read()); print('said'); print(0.5)"
+    program = command(sys.executable, "-c", copy, str(tmp_path / "stdin.json"))
+    task = Task(prompts=[{"prompt": "1+2", "answer": "3"}], agent=program)
+    access = ModelAccess(base_url="http://127.0.0.1", api_key="key", model="policy")
+    assert await program(task.train_prompt(0), access) == 0.5
+    shown = json.loads(module_of("docs/guides/agent.md", "stdin.json"))
+    assert json.loads((tmp_path / "stdin.json").read_text()) == shown
+
+
+def test_paths_of_prompts_are_relative_to_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "tasks").mkdir()
+    source = "from async_rl import Task\ntask = Task(prompts='rows.jsonl', rewards=lambda completion: 1.0)\n"
+    (tmp_path / "tasks" / "mine.py").write_text(source)
+    for folder, text in ((tmp_path, "here"), (tmp_path / "tasks", "there")):
+        (folder / "rows.jsonl").write_text(json.dumps({"prompt": text}))
+    monkeypatch.chdir(tmp_path)
+    task = build_task(TaskConfig(factory=f"{tmp_path}/tasks/mine.py:task"), seed=0)
+    assert task.train_prompt(0).messages[0].content == "here"
 
 
 def test_the_example_of_the_readme_has_at_most_20_lines_of_code():

@@ -1,6 +1,8 @@
-"""The reference pages are those that the code gives, and name every key."""
+"""The generated pages are those that the code and the tests give; the reference names every key."""
 
 import importlib.util
+import subprocess
+import sys
 
 import pytest
 
@@ -9,9 +11,16 @@ from async_rl.metrics.registry import METRICS
 from tests.docs.pages import ROOT
 
 PATH = ROOT / "docs" / "reference" / "generate.py"
-SPEC = importlib.util.spec_from_file_location("generate_reference", PATH)
-generate = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(generate)
+
+
+def module_at(path):
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generate = module_at(PATH)
 
 
 @pytest.mark.parametrize("name", generate.PAGES)
@@ -30,3 +39,11 @@ def test_the_reference_has_every_config_key_and_every_metric():
 
 def test_the_reference_shows_the_docstring_and_the_default_of_a_field():
     assert "| `seed` | `0` | Seed of the run. |" in generate.config_page()
+
+
+def test_the_page_of_capabilities_is_current():
+    code = "import sys; sys.path.insert(0, 'docs'); import capabilities; sys.stdout.write(capabilities.page())"
+    command = [sys.executable, "-c", code]  # a process collects tests once
+    page = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    current = (ROOT / "docs" / "capabilities.md").read_text(encoding="utf-8")
+    assert current == page.rstrip("\n") + "\n", "run `python docs/capabilities.py`"
