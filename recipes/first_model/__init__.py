@@ -1,0 +1,1 @@
+"""A small language model from PyPI, converted from GGUF, and trained on sums."""
