@@ -269,11 +269,12 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
 
     async def start(config, *, checkpoint, **options):
         given.append(checkpoint)
-        return SimpleNamespace(pids=[7], close=lambda **_: asyncio.sleep(0), pid=lambda: asyncio.sleep(0, 8))
+        own = {"close": lambda **_: asyncio.sleep(0), "pid": lambda: asyncio.sleep(0, 8)}
+        return SimpleNamespace(name="replica-0", pids=[7], **own)
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
-    console = SimpleNamespace(note=lambda text, level=0: notes.append(text))
+    console = SimpleNamespace(note=lambda text, level=0: notes.append(text), phase=lambda *_: None)
     for name in ("trainer-0", "replica-0"):
         (tmp_path / f"{name}.log").touch()
     ready = set()

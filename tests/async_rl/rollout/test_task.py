@@ -116,9 +116,8 @@ def test_sets_that_a_run_cannot_name_or_read_are_refused(sets, named):
         Task(prompts=ROWS, rewards=exact, validation=sets).validation_prompts(1)
 
 
-def test_held_out_prompts_that_the_task_does_not_have_are_refused():
-    with pytest.raises(ValueError, match=r"validation\.prompts"):
-        Task(prompts=ROWS, rewards=exact).validation_prompts(4)
+def test_a_task_without_held_out_prompts_has_none_and_a_share_of_generated_ones_is_refused():
+    assert list(Task(prompts=ROWS, rewards=exact).validation_prompts(4)) == []
     with pytest.raises(ValueError, match="validation"):
         Task(prompts=lambda: iter(ROWS), rewards=exact, validation=0.5).validation_prompts(4)
 
