@@ -274,7 +274,9 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
-    console = SimpleNamespace(note=lambda text, level=0: notes.append(text), phase=lambda *_: None)
+    console = SimpleNamespace(
+        note=lambda text, level=0: notes.append(text), phase=lambda process, text: notes.append(text)
+    )
     for name in ("trainer-0", "replica-0"):
         (tmp_path / f"{name}.log").touch()
     ready = set()
