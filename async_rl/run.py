@@ -178,6 +178,10 @@ def train(
             finished = run_in_thread(program.run)
         except Exception as error:
             raise RuntimeError(_logged_failure(error, directory).rstrip()) from error
+    return _result(directory, finished=finished)
+
+
+def _result(directory: Path, *, finished: bool) -> TrainResult:
     return TrainResult(
         output_dir=directory,
         finished=finished,

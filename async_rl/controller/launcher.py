@@ -97,18 +97,11 @@ class Launcher:
             if self._resume.source is not None:
                 stack.enter_context(hold(self._resume.source))
             console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
-            tracked = TrackedRun(
-                directory=self._directory,
-                name=config.name,
-                config=plain_values(config),
-                train_step=self._resume.state.train_step,
-            )
-            trackers = build_trackers(config.tracking, tracked, warn=console.warn)
             callbacks = Callbacks(self._callbacks)
             recorder = Recorder(
                 self._directory,
                 console=console,
-                trackers=trackers,
+                trackers=build_trackers(config.tracking, self._tracked(), warn=console.warn),
                 rollouts=config.rollout.record,
                 tell=callbacks.tell,
             )
@@ -146,6 +139,14 @@ class Launcher:
             recorder.note(self._farewell(finished))
             recorder.ended()
             return finished
+
+    def _tracked(self) -> TrackedRun:
+        return TrackedRun(
+            directory=self._directory,
+            name=self._config.name,
+            config=plain_values(self._config),
+            train_step=self._resume.state.train_step,
+        )
 
     async def _renew_pages(self, recorder: Recorder) -> None:
         """Write the rollouts as a page after each checkpoint."""

@@ -146,14 +146,8 @@ def load_share(
     names: list[str] = []
     published: dict[str, list[list[int]]] = {}
 
-    def hashed(file: Path) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest]:
-        held = list(_named(file))
-        with ThreadPoolExecutor(num_threads()) as pool:
-            published.update(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
-        return held, digest_of(held)
-
     with ThreadPoolExecutor(1) as thread:
-        hashing = {number: thread.submit(hashed, files[number]) for number in range(rank, len(files), ranks)}
+        hashing = {number: thread.submit(_hashed, files[number], sums) for number in range(rank, len(files), ranks)}
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for number, file in enumerate(files):
@@ -162,7 +156,8 @@ def load_share(
                         names.append(name)
                         yield name, tensor
                     continue
-                held, digest = hashing.pop(number).result()
+                held, digest, found = hashing.pop(number).result()
+                published.update(found)
                 buckets[number] = WeightsDigest()
                 for name, tensor in held:
                     names.append(name)
@@ -178,6 +173,16 @@ def load_share(
         "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
         "published": published,
     }
+
+
+def _hashed(
+    file: Path, sums: Callable[[torch.Tensor], list[list[int]]]
+) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest, dict[str, list[list[int]]]]:
+    """Tensors of a bucket, their digest, and name -> sums of each."""
+    held = list(_named(file))
+    with ThreadPoolExecutor(num_threads()) as pool:
+        found = dict(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
+    return held, digest_of(held), found
 
 
 def _named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
