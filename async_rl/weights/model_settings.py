@@ -100,6 +100,11 @@ def lr_of(lora_rank: int) -> float:
     return 1e-5 if lora_rank else 1e-6
 
 
+def tenth_of(lr: float) -> float:
+    """Where a decay ends; it follows a learning rate that is overridden."""
+    return lr / 10
+
+
 def gpus_of(address: str | None) -> float:
     """GPUs of a trainer rank: 1.0 in a cluster, and on a machine with GPUs, else 0.0."""
     return 1.0 if address is not None or has_gpus() else 0.0
@@ -121,5 +126,6 @@ def _info(checkpoint: str) -> ModelInfo | None:
 
 
 RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function for function in (run_name, length_of, replay_of, dtype_of, warmup_of, lr_of, gpus_of)
+    function.__name__: function
+    for function in (run_name, length_of, replay_of, dtype_of, warmup_of, lr_of, tenth_of, gpus_of)
 }

@@ -57,6 +57,7 @@ def test_every_choice_of_every_group_builds_a_run(group, choice, dense_checkpoin
         "warm_start.steps=0 rollout.on_update=keep rollout.failure.max_retries=0 validation.prompts=0",
         "rollout.failure.max_fills=2 rollout.failure.on_failed=fill",
         "staleness=recycle staleness.max_requeues=2 sync.every=2 resume=never",
+        "optimizer.lr=1e-6",
         "sync.directory=/tmp sync.route=folder",
         "sync.directory=s3://bucket/prefix sync.route=folder sync.delta=true",
         "trainer.ranks=2 trainer.parallel.tensor=2 trainer.recompute=full trainer.packing=false",

@@ -62,8 +62,9 @@ def place(tmp_path_factory):
     tokenizer = tokenizers_of_families.build("qwen")
     config = tiny_models.qwen3_moe_config(vocab_size=len(tokenizer), dense_layers=(), max_position_embeddings=4096)
     tokenizer.save_pretrained(tiny_models.save_checkpoint(config, folder / "PATH", seed=0))
-    for name in ("Qwen", "shared"):
-        (folder / name).mkdir()
+    for name in ("Qwen", "shared", "build/first_model"):
+        (folder / name).mkdir(parents=True)
+    (folder / "build" / "first_model" / "model").symlink_to(folder / "PATH")
     for model in full_size.MODELS:
         (folder / "shared" / model).symlink_to(full_size.save_empty(model, folder / "Qwen" / model))
     (folder / "shared" / "model").symlink_to(folder / "Qwen" / "Qwen3-30B-A3B")

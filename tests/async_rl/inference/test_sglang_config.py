@@ -56,7 +56,7 @@ def test_server_arguments_ask_for_exact_versions_and_rows(tmp_path):
     for flag in ("--disable-overlap-schedule", "--enable-return-routed-experts", "--skip-tokenizer-init"):
         assert flag in given
     pairs = dict(itertools.pairwise(given))
-    assert (pairs["--context-length"], pairs["--max-total-tokens"]) == ("108", "864")
+    assert (pairs["--context-length"], pairs["--max-total-tokens"]) == ("108", "6912")
     assert (pairs["--host"], pairs["--page-size"]) == ("127.0.0.1", "1")
     assert "--log-requests" not in given
 

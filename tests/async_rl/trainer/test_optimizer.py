@@ -11,13 +11,13 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 
 
 def test_the_rate_rises_over_the_warm_up_then_falls_to_its_minimum():
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, decay="linear", decay_steps=9)
+    config = OptimizerConfig(lr=0.5, min_lr=0.05, warmup_steps=4, decay="linear", decay_steps=9)
     rates = [config.lr_at(i) for i in range(16)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[4:14] == pytest.approx([1.0 - 0.1 * i for i in range(10)])
-    assert rates[14:] == pytest.approx([0.1, 0.1])
-    cosine = OptimizerConfig(lr=1.0, min_lr=0.2, decay="cosine", decay_steps=10)
-    assert [cosine.lr_at(i) for i in (0, 5, 10)] == pytest.approx([1.0, 0.6, 0.2])
+    assert rates[:4] == [0.125, 0.25, 0.375, 0.5]
+    assert rates[4:14] == pytest.approx([0.5 - 0.05 * i for i in range(10)])
+    assert rates[14:] == pytest.approx([0.05, 0.05])
+    cosine = OptimizerConfig(lr=0.5, min_lr=0.1, decay="cosine", decay_steps=10)
+    assert [cosine.lr_at(i) for i in (0, 5, 10)] == pytest.approx([0.5, 0.3, 0.1])
 
 
 @given(st.integers(0, 200), st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 20), st.integers(1, 100))
