@@ -8,11 +8,12 @@ so nothing depends on how the template would re-render earlier turns. The text o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from datetime import datetime
 from types import MappingProxyType
@@ -26,10 +27,19 @@ from agent_loop.loop import Message
 from agent_loop.text import safe_value
 from message_queue.tokens import Int32Array
 
+CHARS_PER_TOKEN = 8  # of the longest texts that are worth a look: prose and code have 3 to 5
+LONG_TEXT = 20_000  # characters that take some 20 ms to tokenize
 MAX_VARIANTS = 64  # chats with tools and stop strings of requests that are kept
 # Long and odd enough not to occur in a template. Two stand-ins show whether a reply depends on the turn before it.
 NONE_SAMPLED: Mapping[int, Int32Array] = MappingProxyType({})
 STAND_INS = ("stand-in assistant turn 7f3a", "another stand-in assistant turn, 91c4")
+
+
+async def encoded(encode: Callable[[Sequence[Message]], Int32Array], messages: Sequence[Message]) -> Int32Array:
+    """`encode(messages)`, in a thread if the messages are long, so that other rollouts go on."""
+    if sum(len(message.content) for message in messages) < LONG_TEXT:
+        return encode(messages)
+    return await asyncio.to_thread(encode, messages)
 
 
 class Chat:

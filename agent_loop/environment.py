@@ -26,14 +26,14 @@ from typing import Any, cast
 import numpy as np
 
 from agent_loop.boundary import UserObject
-from agent_loop.chat import Chat
+from agent_loop.chat import CHARS_PER_TOKEN, Chat, encoded
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.functions import check_columns, named_parameters
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
 from agent_loop.reward import number_or_nan
 from agent_loop.tools import PauseGate
-from message_queue.tokens import StopReason
+from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import Trajectory
 
 
@@ -138,7 +138,7 @@ class EnvironmentLoop:
     A trajectory ends with
         STOP: the environment is done, or the turn ended with another stop token than end-of-turn;
         LENGTH: a turn was cut off, which is no step; or the environment is not done after `limits.max_turns`, or its
-            messages leave no room for a turn.
+            messages leave no room for a turn, as do more than 8 characters for each token that is left.
 
     A rollout that is resumed has a new environment, in which the complete turns are repeated; this is possible only if
     the environment is repeatable or no turn has been answered.
@@ -183,7 +183,7 @@ class EnvironmentLoop:
         if len(trajectory.turns) > 1 and not (self._environment.repeatable or trajectory.closed):
             raise StateLostError(f"the state of environment {name} is gone, and its class is not repeatable")
         async with self._environment.opened(prompt, timeout_s=self._limits.tool_timeout_s) as environment:
-            token_ids = self._chat.prompt(environment.messages)
+            token_ids = await encoded(self._chat.prompt, environment.messages)
             if trajectory.turns and not np.array_equal(trajectory.turns[0].observation, token_ids):
                 raise StateLostError(f"environment {name} opened with other messages than before the restart")
             observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
@@ -206,8 +206,8 @@ class EnvironmentLoop:
         for turn, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
             sampled = sampled_tokens(turn)
             step = await environment.step(self._chat.text(sampled))
-            observation = self._chat.reply(step.messages, after=sampled)
-            if step.done or not np.array_equal(observation, after.observation):
+            observation = await self._observation(step, after=sampled, room=self._limits.max_tokens)
+            if step.done or observation is None or not np.array_equal(observation, after.observation):
                 raise StateLostError(
                     f"environment {self._environment.name} says that it is repeatable, and answered a turn in another "
                     "way than before the restart"
@@ -228,7 +228,13 @@ class EnvironmentLoop:
                 return StopReason.STOP, step.done
             if len(trajectory.turns) == self._limits.max_turns:
                 return StopReason.LENGTH, False
-            observation = self._chat.reply(step.messages, after=turn)
-            if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
+            observation = await self._observation(step, after=turn, room=self._limits.max_tokens - len(trajectory))
+            if observation is None or self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
                 return StopReason.LENGTH, False
             trajectory.observe(observation)
+
+    async def _observation(self, step: Step, *, after: Int32Array, room: int) -> Int32Array | None:
+        """int32 [n]: tokens of a step's messages; None if they are too long for `room` tokens."""
+        if sum(len(message.content) for message in step.messages) > CHARS_PER_TOKEN * room:
+            return None
+        return await encoded(functools.partial(self._chat.reply, after=after), step.messages)

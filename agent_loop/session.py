@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from agent_loop.chat import Chat
+from agent_loop.chat import CHARS_PER_TOKEN, Chat
 from agent_loop.control_tokens import ChatTemplateError
 from agent_loop.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
 from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
@@ -57,7 +57,7 @@ class ContextFull(CallRefused):
     """The conversation leaves no token to sample.
 
     Args:
-        prompt_tokens: tokens of the conversation.
+        prompt_tokens: tokens of the conversation; an eighth of the characters of a text that is not tokenized.
         max_tokens: bound on them and the answer.
     """
 
@@ -334,7 +334,12 @@ class AgentSession:
             self._recorded[key] = task.result()
 
     async def _answer(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Answer:
-        place, agent = self._place(request, chat, conversation), self._agent_of(request)
+        agent = self._agent_of(request)
+        try:
+            place = self._place(request, chat, conversation)
+        except ContextFull:
+            self.is_full = True
+            raise
         path, reason = await self._decode(place, agent, max_tokens=request.max_tokens, find_stop=chat.find_stop)
         message, stop_text = self._said(path, reason, chat, request.stop)
         answer = self._finished(path, reason, message, stop_text)
@@ -433,12 +438,16 @@ class AgentSession:
 
         Raises:
             CallRefused: the last message is the assistant's, or the chat template refuses the conversation.
+            ContextFull: the new messages have more than 8 characters for each token of the limit; none is tokenized.
         """
         if request.messages[-1].role == "assistant":
             raise CallRefused("the last message is of the assistant; a sampled turn cannot be started by the agent")
         held = range(len(request.messages), 0, -1)
         known = next((count for count in held if conversation[count] in self._answers), 0)
         rest = request.messages[known:]
+        least = sum(len(message.content) for message in rest) // CHARS_PER_TOKEN
+        if least > self._limits.max_tokens:
+            raise ContextFull(prompt_tokens=least, max_tokens=self._limits.max_tokens)
         found = ((i, self._sampled.get(_message_key(m))) for i, m in enumerate(rest) if m.role == "assistant")
         sampled = {i: sampled_tokens(answer.turn) for i, answer in found if answer is not None}
         try:

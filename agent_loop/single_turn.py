@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agent_loop.chat import Chat
+from agent_loop.chat import Chat, encoded
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
@@ -34,7 +34,7 @@ class SingleTurnLoop:
             find_stop=self._chat.find_stop,
         )
         keeps_date = self._chat.is_dated and trajectory.turns
-        token_ids = trajectory.turns[0].observation if keeps_date else self._chat.prompt(prompt.messages)
+        token_ids = trajectory.turns[0].observation if keeps_date else await encoded(self._chat.prompt, prompt.messages)
         observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
         stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
         text = self._chat.text(sampled_tokens(trajectory.turns[-1]))

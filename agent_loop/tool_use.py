@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from agent_loop.chat import Chat
+from agent_loop.chat import CHARS_PER_TOKEN, Chat, encoded
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
@@ -25,8 +25,6 @@ from agent_loop.tools import (
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import Trajectory, Turn
 
-CHARS_PER_TOKEN = 8  # of the longest texts that are worth a look: prose and code have 3 to 5
-LONG_TEXT = 20_000  # characters that take some 20 ms to tokenize
 TOOL_ERRORS = logging.getLogger("agent_loop.tools")
 
 
@@ -103,7 +101,7 @@ class ToolUseLoop:
             find_stop=self._chat.find_stop,
         )
         keeps_date = self._chat.is_dated and trajectory.turns
-        token_ids = trajectory.turns[0].observation if keeps_date else self._chat.prompt(prompt.messages)
+        token_ids = trajectory.turns[0].observation if keeps_date else await encoded(self._chat.prompt, prompt.messages)
         observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
         record = self._so_far(trajectory)
         timeout_s = self._limits.tool_timeout_s
@@ -208,6 +206,4 @@ class ToolUseLoop:
             shown.append(truncate(reply.text, max_chars=left if most is None else min(left, most)))
             left = max(0, left - len(shown[-1]))
         messages = [Message(role="tool", content=text) for text in shown]
-        if sum(map(len, shown)) < LONG_TEXT:
-            return shown, self._chat.reply(messages, after=after)
-        return shown, await asyncio.to_thread(self._chat.reply, messages, after=after)  # other rollouts go on
+        return shown, await encoded(functools.partial(self._chat.reply, after=after), messages)

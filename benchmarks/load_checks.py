@@ -46,12 +46,13 @@ from async_rl.inference.vllm import worker as vllm_worker
 from async_rl.inference.vllm.worker import LoadsUpdates
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import WeightUpdate, write_update
+from async_rl.weights.transport import WeightUpdate
 from benchmarks import load_checks_sglang
 from benchmarks.support import Interval, RolloutsHere, figure, markdown_table, save_calculator, say, show, start_rank
 from benchmarks.train_steps import Taken, as_rollouts, paired_ratio, time_in_turns
 from message_queue.tokens import RoutingSpec
 from recipes.calculator.task import CalculatorTask
+from tests.helpers.updates import write_update
 
 EXTENSION = "benchmarks.load_checks.SwitchedLoads"
 GOAL = 0.02  # of a publish

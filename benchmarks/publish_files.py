@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.weights.checksum import value_sums
 from async_rl.weights.digest import load_share, read_tensors
 from async_rl.weights.overwrite import MappedFiles
-from async_rl.weights.transport import WeightUpdate, discard_updates, update_files, version_folder, write_update
+from async_rl.weights.transport import WeightUpdate, discard_updates, update_files, version_folder
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
+from tests.helpers.updates import write_update
 
 COLUMNS = 4096  # of a weight, which has a quarter of a bucket
 NEW_FILES = 2  # the first versions, which have no files of a removed version to overwrite; they are not counted

@@ -27,9 +27,10 @@ from agent_loop.tools import PauseGate
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.vllm.config import VllmConfig, engine_environment
 from async_rl.inference.vllm.engine import VllmReplica, start_vllm
-from async_rl.weights.transport import WeightUpdate, read_tensors, write_update
+from async_rl.weights.transport import WeightUpdate, read_tensors
 from benchmarks.support import FloatArray, Interval, RolloutsHere, bootstrap, markdown_table, say, show
 from message_queue.tokens import WeightVersion
+from tests.helpers.updates import write_update
 
 CONFIG = VllmConfig(device="cpu", dtype="bfloat16", threads=1, load_timeout_s=600)
 LAYERS = 4

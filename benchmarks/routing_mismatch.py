@@ -37,7 +37,7 @@ from async_rl.config import RunConfig, load_config
 from async_rl.inference.vllm.engine import engine_environment, start_vllm
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.task import Task, build_task
-from async_rl.trainer.batch.advantage import compute_advantages
+from async_rl.trainer.batch.advantage import batch_rewards
 from async_rl.trainer.batch.micro_batch import Coordinates
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from async_rl.weights.model_info import read_model_info
@@ -200,7 +200,7 @@ def train_and_compare(
 def tensors(groups: Sequence[PromptGroup], *, config: RunConfig, current_update: int) -> TrainingBatch:
     """The batch that a run would make of `groups`, which version 0 sampled."""
     heads = [head_of(group) for group in groups]
-    advantages = compute_advantages(heads, config.advantage)
+    advantages = batch_rewards(heads, config.advantage).advantages()
     return training_batch(
         heads,
         [content_of(group) for group in groups],

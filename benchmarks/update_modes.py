@@ -43,7 +43,7 @@ from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.task import Task, build_task
-from async_rl.trainer.batch.advantage import compute_advantages
+from async_rl.trainer.batch.advantage import batch_rewards
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate
@@ -157,7 +157,7 @@ def is_mixed(group: PromptGroup) -> bool:
 def tensors(groups: Sequence[PromptGroup], config: RunConfig) -> TrainingBatch:
     """The batch of `groups`; every sequence is evaluated, whatever its reward."""
     heads = [head_of(group) for group in groups]
-    advantages = compute_advantages(heads, config.advantage)
+    advantages = batch_rewards(heads, config.advantage).advantages()
     informative = np.ones_like(advantages.informative)
     return training_batch(
         heads,
@@ -218,7 +218,7 @@ def training_of_a(groups: Sequence[PromptGroup], config: RunConfig, *, update: i
     return training_batch(
         heads,
         [content_of(group) for group in groups],
-        advantages=compute_advantages(heads, config.advantage),
+        advantages=batch_rewards(heads, config.advantage).advantages(),
         current_update=update,
         version_updates={0: 0},
     )

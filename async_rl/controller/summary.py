@@ -161,12 +161,6 @@ def _sum(parts: Mapping[str, float]) -> str:
     return f"{_gib(sum(parts.values()))} GiB = {shown}"
 
 
-def rank_bytes(trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int, layers: int) -> float:
-    """Bytes of weights, gradients and optimizer state of a trainer rank, on its GPU; see `rank_parts`."""
-    parts = rank_parts(trainer, cpu_offload=cpu_offload, dense=dense, experts=experts, layers=layers)
-    return sum(parts.values())
-
-
 def rank_parts(
     trainer: TrainerConfig, *, cpu_offload: float, dense: int, experts: int, layers: int
 ) -> dict[str, float]:

@@ -55,11 +55,6 @@ def tensor_shapes(files: list[Path]) -> Shapes:
     return shapes
 
 
-def digest_checkpoint(checkpoint: Path) -> str:
-    """Digest of a checkpoint folder as 32 hex digits; see `hash_checkpoint`."""
-    return hash_checkpoint(checkpoint).hexdigest()
-
-
 def hash_checkpoint(checkpoint: Path, *, num_layers: int | None = None) -> WeightsDigest:
     """Digest of the tensors of a checkpoint folder; reads all weight files.
 

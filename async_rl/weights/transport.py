@@ -23,7 +23,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +34,6 @@ from safetensors import SafetensorError
 from async_rl.weights import delta, remote
 from async_rl.weights.digest import WeightsDigest, digest_of, read_tensors
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
-from async_rl.weights.plan import BUCKET_BYTES
 from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
@@ -228,38 +227,6 @@ def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Seq
     partial.replace(folder / MANIFEST)
 
 
-def write_update(
-    directory: Path,
-    *,
-    version: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    bucket_bytes: int = BUCKET_BYTES,
-    files: MappedFiles | None = None,
-) -> WeightUpdate:
-    """Write one version of a single owner; at most one bucket is in memory.
-
-    Args:
-        directory: parent of the folder of the version.
-        version: `param_version`.
-        tensors: (Hugging Face name, tensor on any device).
-        bucket_bytes: bound on a bucket; a larger tensor has a bucket of its own.
-        files: see `save_bucket`.
-
-    Raises:
-        OSError: `directory` has no free space or is not writable; the message names the path.
-    """
-    folder = version_folder(directory, version)
-    buckets: list[WeightsDigest] = []
-    held: list[tuple[str, torch.Tensor]] = []
-    for name, tensor in tensors:
-        if held and sum(t.nbytes for _, t in held) + tensor.nbytes > bucket_bytes:
-            buckets.append(write_bucket(folder, len(buckets), held, files=files))
-            held = []
-        held.append((name, tensor))
-    buckets.append(write_bucket(folder, len(buckets), held, files=files))
-    return finish_update(folder, version=version, buckets=buckets)
-
-
 def update_files(folder: Path) -> list[Path]:
     """Files of the buckets of a written version with complete buckets.
 
@@ -270,16 +237,6 @@ def update_files(folder: Path) -> list[Path]:
     if absent := [path.name for path in files if not path.is_file()]:
         raise UpdateError(f"{folder} lacks {', '.join(absent[:3])}, which its manifest names")
     return files
-
-
-def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face name, CPU tensor) of a written version; each bucket is verified before its first tensor.
-
-    Raises:
-        UpdateError: a file is missing, damaged, or not the one that the manifest names.
-    """
-    for number, published in enumerate(update_buckets(folder)):
-        yield from read_bucket(folder, number, published=published)
 
 
 def read_bucket(

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import threading
 from decimal import Decimal
 from fractions import Fraction
 
@@ -12,7 +13,7 @@ import torch
 from agent_loop.chat import Chat, ChatTemplateError
 from agent_loop.engine import SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, PromptError, RolloutError, StateLostError, TurnLimits
 from agent_loop.tools import PauseGate
 from async_rl import Task
 from async_rl.rollout.recorded import RecordedTrajectory
@@ -133,6 +134,33 @@ async def test_a_trajectory_ends_without_the_environment(turns, limits, stop_rea
     trajectory = await roll(make_loop(made, *turns, limits=TurnLimits(**{"max_turns": 6, "max_tokens": 400, **limits})))
     assert (trajectory.stop_reason, trajectory.reward) == (stop_reason, reward)
     assert made.events[1:-1] == steps and trajectory.info["done"] == 0
+
+
+async def test_messages_that_cannot_fit_are_not_tokenized(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        Chat,
+        "_encode_part",
+        lambda chat, text, encode=Chat._encode_part, **options: seen.append(len(text)) or encode(chat, text, **options),
+    )
+    made = fresh(step=lambda self, text: Step(messages=says("more " * 1_000_000), reward=0.25))
+    trajectory = await roll(make_loop(made, *TURNS))
+    assert (trajectory.stop_reason, trajectory.reward, len(trajectory.turns)) == (StopReason.LENGTH, 0.25, 1)
+    assert max(seen) < 10_000
+
+
+async def test_a_long_opening_is_tokenized_in_a_thread(monkeypatch):
+    threads = []
+    monkeypatch.setattr(
+        Chat,
+        "prompt",
+        lambda chat, messages, prompt=Chat.prompt: threads.append(threading.current_thread()) or prompt(chat, messages),
+    )
+    made = fresh(reset=lambda self: says("x " * 20_000))
+    with pytest.raises(PromptError, match="leave out the prompt"):
+        await roll(make_loop(made, *TURNS))
+    await roll(make_loop(fresh(), *TURNS))
+    assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
 @pytest.mark.parametrize("repeatable", [True, False])

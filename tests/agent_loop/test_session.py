@@ -429,6 +429,8 @@ async def test_call_that_cannot_be_served_changes_nothing():
     session, trajectory = make_session(engine, limits=dataclasses.replace(LIMITS, max_turns=1, max_tokens=60))
     with pytest.raises(ContextFull, match="max_tokens"):
         await session.answer(request(user("a" * 100)))
+    with pytest.raises(ContextFull, match="125000 tokens"):  # which are not counted: an eighth of the characters
+        await session.answer(request(user("a" * 1_000_000)))
     with pytest.raises(CallRefused, match="assistant"):
         await session.answer(request(user("a"), Message(role="assistant", content="I")))
     with pytest.raises(CallRefused, match="stop string"):

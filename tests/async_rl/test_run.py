@@ -146,7 +146,10 @@ BAD_OVERRIDES = [
     (["rollout.workers=few"], ["rollout.workers is 'few'", "integer"]),
     (["--config-dir", "nowhere"], ["nowhere"]),
     (["--config-name", "absent"], ["absent"]),
-    (["--recipe", "absent"], ["--recipe", "absent", "agents, calculator, first_model, long_tail, math, openenv, reasoning_gym"]),
+    (
+        ["--recipe", "absent"],
+        ["--recipe", "absent", "agents, calculator, first_model, long_tail, math, openenv, reasoning_gym"],
+    ),
     (["resume=/nowhere"], ["resume is /nowhere", "auto"]),
     (["schedule=/nowhere"], ["schedule is /nowhere", "schedule.jsonl"]),
     (["output_dir=mine.py/run"], ["output_dir", "mine.py/run", "another"]),

@@ -14,7 +14,7 @@ from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import engine as vllm
 from async_rl.inference.vllm.engine import VllmBackend, VllmConfig, VllmReplica
 from async_rl.weights.model_info import read_model_info
-from async_rl.weights.transport import WeightUpdate, read_tensors, write_update
+from async_rl.weights.transport import WeightUpdate, read_tensors
 from message_queue.tokens import WeightVersion
 from tests.conformance.engines import VOCAB, EngineUnderTest, Exchange
 from tests.conformance.planted_vllm import EXTENSION
@@ -23,6 +23,7 @@ from tests.conformance.sglang_support import SMALL_POOL
 from tests.helpers import numerics
 from tests.helpers.fakes import SPEC, FakeEngine
 from tests.helpers.tiny_models import save_checkpoint, spread_model
+from tests.helpers.updates import write_update
 
 VLLM_KV_TOKENS = 3072
 VLLM = VllmConfig(

@@ -13,11 +13,11 @@ import torch
 from agent_loop.engine import EngineError
 from async_rl.config import FLOAT32_MAX_K3
 from async_rl.controller.probe import MismatchError
-from async_rl.weights.transport import read_update, write_update
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest
 from tests.conformance.planted import FAULT, PARTLY_WRONG, TRADED
 from tests.conformance.probes import VllmProbe
 from tests.conformance.scored import ScoresOfTruth, probe_of
+from tests.helpers.updates import read_update, write_update
 
 pytestmark = [*MARKS, WITH_KV]
 Plant = Callable[[str], Awaitable[None]]

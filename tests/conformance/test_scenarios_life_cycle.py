@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 
 from agent_loop.engine import EngineError
 from async_rl.inference.replica import KVPolicy
-from async_rl.weights.transport import WeightUpdate, read_tensors, read_update, update_files, write_update
+from async_rl.weights.transport import WeightUpdate, read_tensors, update_files
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.checks import assert_true, assert_whole, sampled_of, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts, tokens
 from tests.conformance.probes import SglangProbe
+from tests.helpers.updates import read_update, write_update
 
 pytestmark = [*MARKS, WITH_KV]
 GATE = "model.layers.1.mlp.gate.weight"

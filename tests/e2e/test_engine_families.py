@@ -21,7 +21,7 @@ from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import call_ranks
-from async_rl.weights.transport import read_tensors, read_update, update_files, write_update
+from async_rl.weights.transport import read_tensors, update_files
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
 from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens
@@ -31,6 +31,7 @@ from tests.conformance.reference import logprob_gap, reference, reference_of_par
 from tests.conformance.scored import ScoresOfTruth, probe_of
 from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
 from tests.helpers import tiny_models
+from tests.helpers.updates import read_update, write_update
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 

@@ -46,7 +46,16 @@ def test_the_math_recipe_trains_a_model_that_answers_in_the_format(tmp_path):
     run("evaluate", str(directory))
     last = said(directory / "validation_rollouts.jsonl")
     assert len(last) == 8 and said(directory / "evaluation-1" / "rollouts.jsonl") == last
-    run("evaluate", str(directory / "final"), "--recipe", "math", *SMALL[4:], "rollout.limits.max_tokens=128", "--out", str(tmp_path / "out"))
+    run(
+        "evaluate",
+        str(directory / "final"),
+        "--recipe",
+        "math",
+        *SMALL[4:],
+        "rollout.limits.max_tokens=128",
+        "--out",
+        str(tmp_path / "out"),
+    )
     assert said(tmp_path / "out" / "rollouts.jsonl") == last
 
     check_rewards(last)

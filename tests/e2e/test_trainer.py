@@ -11,8 +11,8 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.rank import TrainerRank
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from async_rl.weights.transport import read_update
 from tests.helpers import numerics
+from tests.helpers.updates import read_update
 from tests.parallel.support import (
     LAYERS,
     MARKS,

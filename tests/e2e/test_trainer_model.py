@@ -15,8 +15,9 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import read_update, update_files
+from async_rl.weights.transport import update_files
 from tests.helpers import numerics
+from tests.helpers.updates import read_update
 from tests.parallel.support import (
     MARKS,
     assert_equal_steps,

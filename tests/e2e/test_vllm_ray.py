@@ -18,12 +18,13 @@ from async_rl.cluster.actors import Placement, PlacementError, start_ray
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
-from async_rl.weights.transport import read_tensors, write_update
+from async_rl.weights.transport import read_tensors
 from message_queue.tokens import StopReason, TokenOutput
 from tests.conformance.engines import tokens
 from tests.conformance.reference import gap_with_rows, reference
 from tests.helpers import numerics
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint, spread_model
+from tests.helpers.updates import write_update
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 

@@ -9,8 +9,9 @@ import torch
 
 from async_rl.weights.broadcast import VersionServer, receive
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import Seat, Source, UpdateError, read_update, write_update
+from async_rl.weights.transport import Seat, Source, UpdateError
 from async_rl.weights.twin import Twin
+from tests.helpers.updates import read_update, write_update
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

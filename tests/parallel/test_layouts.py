@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from async_rl.controller.summary import parameters_of, rank_bytes
+from async_rl.controller.summary import parameters_of, rank_parts
 from async_rl.trainer.loss.losses import GSPO, M2PO, DecoupledPPO, SequenceMask, SequenceTIS
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import numerics, tiny_models
@@ -185,10 +185,10 @@ def test_a_rank_reads_its_own_weights_and_exports_bucket_by_bucket(name, results
 
 
 @pytest.mark.parametrize("layout", ["data", "data-distributed-optimizer", "tensor", "tensor-expert", "expert"])
-def test_rank_bytes_is_the_memory_that_a_rank_holds(layout, results, checkpoints):
+def test_rank_parts_are_the_memory_that_a_rank_holds(layout, results, checkpoints):
     dense, experts = parameters_of(checkpoints["qwen3_moe"])
     config = replace(TRAINER, ranks=2, **LAYOUTS[layout])
-    expected = rank_bytes(config, cpu_offload=0.0, dense=dense, experts=experts, layers=4)
+    expected = sum(rank_parts(config, cpu_offload=0.0, dense=dense, experts=experts, layers=4).values())
     held = result_of(results, f"qwen3_moe-{layout}")["bytes"]
     assert held == pytest.approx(expected, rel=0.05)  # norms and routers are on each rank, and buffers are padded
 

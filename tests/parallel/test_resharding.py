@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from async_rl.export import main
-from async_rl.inference.checkpoint_weights import digest_checkpoint
+from async_rl.inference.checkpoint_weights import hash_checkpoint
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
@@ -107,8 +107,8 @@ def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, n
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_every_layout_writes_the_same_hugging_face_checkpoint(outcomes, family, name):
     folder = outcomes[family].chain.folder
-    expected = digest_checkpoint(pretrained_folder(folder / "start"))
-    assert digest_checkpoint(pretrained_folder(folder / name)) == expected
+    expected = hash_checkpoint(pretrained_folder(folder / "start")).hexdigest()
+    assert hash_checkpoint(pretrained_folder(folder / name)).hexdigest() == expected
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen", "four-ranks-split"), ("deepseek", "expert-split")])
@@ -123,7 +123,9 @@ def test_export_writes_the_same_from_a_checkpoint_of_several_ranks(outcomes, fam
     (checkpoint / "run.json").touch()
     assert main([str(tmp_path)]) == 0
     exported = tmp_path / "export" / "step-000004"
-    assert digest_checkpoint(exported) == digest_checkpoint(pretrained_folder(chain.folder / "start"))
+    assert (
+        hash_checkpoint(exported).hexdigest() == hash_checkpoint(pretrained_folder(chain.folder / "start")).hexdigest()
+    )
     config = json.loads((exported / "config.json").read_text())
     assert config["dtype"] == chain.settings.get("dtype", "float32")
 

@@ -172,11 +172,6 @@ def batch_rewards(groups: Sequence[GroupHead], config: AdvantageConfig) -> Batch
     )
 
 
-def compute_advantages(groups: Sequence[GroupHead], config: AdvantageConfig) -> Advantages:
-    """Advantages of the trajectories of `groups` that did not fail."""
-    return batch_rewards(groups, config).advantages()
-
-
 def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> tuple[NDArray[np.float32], bool]:
     """Advantages float32 [n] of one group's rewards [n], and False if all rewards are equal."""
     if not has_spread(rewards):

@@ -6,7 +6,7 @@ import pytest
 
 from async_rl.config import CONFIGS, load_config, preset_names
 from async_rl.controller.preflight import check_run
-from async_rl.controller.summary import engine_memory, gpu_bytes, parameters_of, rank_bytes, rank_memory, summary
+from async_rl.controller.summary import engine_memory, gpu_bytes, parameters_of, rank_memory, rank_parts, summary
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from tests.helpers.full_size import PARAMETERS, save_empty
 
@@ -56,14 +56,14 @@ def test_scale_preset_accepts_the_model_and_its_ranks_fit_an_h100(preset, model,
 def test_rank_bytes_with_lora_are_those_of_the_frozen_weights():
     config = load_config(["scale=qwen3_30b_a3b_24", "model.checkpoint=/m", "sync.directory=/w"])
     adapted = replace(config.trainer, lora=LoraConfig(rank=8))
-    held = rank_bytes(adapted, cpu_offload=0.0, dense=200, experts=800, layers=48)
+    held = sum(rank_parts(adapted, cpu_offload=0.0, dense=200, experts=800, layers=48).values())
     assert held == 2 * (200 / 2 + 800 / 8)  # tensor 2, expert 8
 
 
 def test_rank_bytes_are_those_of_the_pipeline_rank_with_most_layers():
     def held(*, layers, **parallel):
         config = TrainerConfig(ranks=2, parallel=ParallelConfig(pipeline=2, **parallel))
-        return rank_bytes(config, cpu_offload=0.0, dense=600, experts=0, layers=layers)
+        return sum(rank_parts(config, cpu_offload=0.0, dense=600, experts=0, layers=layers).values())
 
     whole = 600 * (4 + 4 + 8)
     assert held(layers=4) == whole / 2

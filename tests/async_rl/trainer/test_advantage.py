@@ -13,7 +13,6 @@ from async_rl.trainer.batch.advantage import (
     AdvantageName,
     Advantages,
     batch_rewards,
-    compute_advantages,
     group_advantages,
 )
 from async_rl.trainer.batch.training_batch import training_batch
@@ -84,7 +83,7 @@ def test_every_advantage_is_its_formula_over_unequal_groups(name):
     rewards = [[1.0, 0.0, 0.25], [0.75, 0.75], [0.0, 2.0], [0.5, 0.0, 0.0, 0.0, 1.0]]
     lengths = [[1, 9, 4], [3, 6], [2, 3], [5, 1, 1, 7, 2]]
     made = [group(r, number=i, tokens=n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
-    found = compute_advantages(made, AdvantageConfig(name=name))
+    found = batch_rewards(made, AdvantageConfig(name=name)).advantages()
     assert found.values.dtype == np.float32
     expected = by_formula(name, rewards, [n for tokens in lengths for n in tokens])
     np.testing.assert_allclose(found.values, expected, rtol=numerics.EPSILON)
@@ -96,7 +95,7 @@ def test_every_advantage_is_its_formula_over_unequal_groups(name):
 def test_reinforce_plus_plus_is_white_over_tokens_of_groups_of_one(trajectories):
     rewards, lengths = zip(*trajectories, strict=True)
     groups = [group([reward], number=i, tokens=[n]) for i, (reward, n) in enumerate(trajectories)]
-    found = compute_advantages(groups, AdvantageConfig(name="reinforce_plus_plus")).values.astype(np.float64)
+    found = batch_rewards(groups, AdvantageConfig(name="reinforce_plus_plus")).advantages().values.astype(np.float64)
     if np.ptp(rewards) > 0.1:
         tokens = np.repeat(found, lengths)
         assert tokens.mean() == pytest.approx(0, abs=1e-5)
@@ -106,7 +105,7 @@ def test_reinforce_plus_plus_is_white_over_tokens_of_groups_of_one(trajectories)
 @pytest.mark.parametrize("name", AdvantageName.__args__)
 @pytest.mark.parametrize("rewards", [[], [[1.0]], [[0.5, 0.5], [0.5]], [[0.3, 0.3 + 1e-9]]])
 def test_advantages_of_rewards_without_spread_are_zero(name, rewards):
-    found = compute_advantages([group(r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name))
+    found = batch_rewards([group(r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name)).advantages()
     assert len(found.values) == sum(map(len, rewards))
     assert not found.values.any() and not found.informative.any()
 
@@ -119,7 +118,7 @@ def rewards_of(name):
     """Rewards of two groups; the tokens of trajectory i are at the places of `trajectory` that are i."""
     pairs = zip(REWARDS_OF_GROUPS, LENGTHS_OF_GROUPS, strict=True)
     made = [group(r, number=i, tokens=n) for i, (r, n) in enumerate(pairs)]
-    return batch_rewards(made, AdvantageConfig(name=name)), compute_advantages(made, AdvantageConfig(name=name))
+    return batch_rewards(made, AdvantageConfig(name=name)), batch_rewards(made, AdvantageConfig(name=name)).advantages()
 
 
 @pytest.mark.parametrize("name", AdvantageName.__args__)

@@ -11,7 +11,8 @@ import torch
 
 from async_rl.weights.broadcast import VersionServer, end_delivery, receive
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import Seat, Source, UpdateError, read_update, write_update
+from async_rl.weights.transport import Seat, Source, UpdateError
+from tests.helpers.updates import read_update, write_update
 
 HOST = "127.0.0.1"
 NUM_BUCKETS = 5

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.weights.checksum import value_sums
 from async_rl.weights.digest import load_share
-from async_rl.weights.transport import update_files, write_update
+from async_rl.weights.transport import update_files
 from tests.async_rl.weights.test_transport import FAULTS, TENSORS, missing, truncated
+from tests.helpers.updates import write_update
 
 MANY = {f"model.layers.{i}.w": torch.full((3,), float(i)) for i in range(7)}
 

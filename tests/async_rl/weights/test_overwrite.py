@@ -19,12 +19,11 @@ from async_rl.weights.transport import (
     discard_updates,
     finish_update,
     read_tensors,
-    read_update,
     update_files,
     version_folder,
     write_bucket,
-    write_update,
 )
+from tests.helpers.updates import read_update, write_update
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from async_rl.weights.transport import (
     base_of,
     discard_updates,
     finish_update,
-    read_update,
     update_buckets,
     version_folder,
     write_bucket,
 )
 from message_queue.tokens import WeightVersion
+from tests.helpers.updates import read_update
 
 PATTERNS = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40, -1.0])
 

@@ -5,14 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.transport import (
-    MANIFEST,
-    UpdateError,
-    discard_updates,
-    read_update,
-    update_files,
-    write_update,
-)
+from async_rl.weights.transport import MANIFEST, UpdateError, discard_updates, update_files
+from tests.helpers.updates import read_update, write_update
 
 TENSORS = {"a": torch.arange(6, dtype=torch.float32).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
