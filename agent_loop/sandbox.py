@@ -45,6 +45,7 @@ from pathlib import Path
 
 STARTED = b"started\n"  # first line on stderr, written just before the program is started
 PROGRAM = "/program/main"  # read-only
+PACKAGES = "/packages"  # read-only; not under their own path, which may be below the working directory
 WORK = "/tmp"  # working directory
 PYTHON = os.path.realpath(sys.executable)
 SHELL = "/bin/bash" if Path("/bin/bash").exists() else "/bin/sh"
@@ -409,12 +410,12 @@ def _view(nothing: int) -> list[str]:
     options += ["--perms", "0755", "--dir", "/etc"]
     for name in ("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"):
         options += ["--ro-bind-try", name, name]
-    packages = os.path.realpath(sysconfig.get_path("purelib"))
-    for name in (os.path.realpath(sys.base_prefix), packages):
-        if not name.startswith("/usr/") and name != "/usr":
-            for parent in reversed(Path(name).parents[:-1]):  # bwrap may make them unreadable
-                options += ["--perms", "0755", "--dir", str(parent)]
-            options += ["--ro-bind", name, name]
+    python = os.path.realpath(sys.base_prefix)
+    if not python.startswith("/usr/") and python != "/usr":
+        for parent in reversed(Path(python).parents[:-1]):  # bwrap may make them unreadable
+            options += ["--perms", "0755", "--dir", str(parent)]
+        options += ["--ro-bind", python, python]
+    options += ["--ro-bind", os.path.realpath(sysconfig.get_path("purelib")), PACKAGES]
     options += [
         "--proc",
         "/proc",
@@ -437,7 +438,7 @@ def _view(nothing: int) -> list[str]:
         "OMP_NUM_THREADS": "1",  # numpy would start a thread for each core
         "OPENBLAS_NUM_THREADS": "1",
         "PATH": f"{Path(PYTHON).parent}:/usr/local/bin:/usr/bin:/bin",
-        "PYTHONPATH": packages,
+        "PYTHONPATH": PACKAGES,
     }
     return [*options, *(part for name, value in variables.items() for part in ("--setenv", name, value))]
 

@@ -258,11 +258,14 @@ class ToolRunner:
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 replies = [group.create_task(self._reply(call)) for call in calls]
-        except* RolloutError as errors:
-            raise errors.exceptions[0] from None
+        except* RolloutError as errors:  # Python 3.11.2 would put an error that is raised here into a group
+            failure = errors.exceptions[0]
+        if failure is not None:
+            raise failure from None
         return [reply.result() for reply in replies]
 
     def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:

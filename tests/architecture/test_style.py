@@ -72,6 +72,17 @@ def test_actors_are_made_in_one_place(path):
     assert not remote_classes(path.read_text(encoding="utf-8"))
 
 
+def raises_in_groups(source: str) -> list[int]:
+    """Lines with a `raise` of an error in `except*`; Python 3.11.2 puts such an error into a group."""
+    handlers = [h for n in ast.walk(ast.parse(source)) if isinstance(n, ast.TryStar) for h in n.handlers]
+    return [n.lineno for handler in handlers for n in ast.walk(handler) if isinstance(n, ast.Raise) and n.exc]
+
+
+def test_no_error_is_raised_in_the_handler_of_a_group():
+    assert {name_of(path): found for path in MODULES if (found := raises_in_groups(path.read_text("utf-8")))} == {}
+    assert raises_in_groups("try: ...\nexcept* OSError as e:\n    raise e.exceptions[0] from None") == [3]
+
+
 def test_there_are_modules_to_look_at():
     assert {name_of(p).partition("/")[0] for p in MODULES} == {"message_queue", "agent_loop", "async_rl", "recipes"}
     assert (ROOT / ACTORS) in MODULES

@@ -26,7 +26,10 @@ def test_a_config_record_is_yaml_that_builds_the_same_values(tmp_path):
 def test_a_config_record_is_of_the_first_start_and_changes_are_beside_it(tmp_path):
     started(tmp_path)
     first = configs(tmp_path)["config.yaml"]
-    assert started(tmp_path, "optimizer.lr=1e-3", step=20) == ["optimizer.lr: 0.0005 -> 0.001"]
+    assert started(tmp_path, "optimizer.lr=1e-3", step=20) == [
+        "optimizer.lr: 0.0005 -> 0.001",
+        "optimizer.min_lr: 5e-05 -> 0.0001",
+    ]
     assert 'loss.name: "decoupled_ppo" -> "gspo"' in started(tmp_path, "loss=gspo", step=40)
     assert configs(tmp_path)["config.yaml"] == first
     assert configs(tmp_path)["config-000020.yaml"]["optimizer"]["lr"] == 1e-3
@@ -37,7 +40,7 @@ def test_config_records_compare_with_the_last_start(tmp_path):
     assert started(tmp_path, "resume=never", step=10) == []
     started(tmp_path, "optimizer.lr=1e-3", step=20)
     assert started(tmp_path, "optimizer.lr=1e-3", step=40) == []
-    assert started(tmp_path, step=60) == ["optimizer.lr: 0.001 -> 0.0005"]
+    assert started(tmp_path, step=60) == ["optimizer.lr: 0.001 -> 0.0005", "optimizer.min_lr: 0.0001 -> 5e-05"]
     assert sorted(configs(tmp_path)) == ["config-000020.yaml", "config-000060.yaml", "config.yaml"]
 
 
