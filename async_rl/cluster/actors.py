@@ -85,10 +85,19 @@ class PlacementError(RuntimeError):
     """The run does not fit the nodes of the cluster; names the field and the way out."""
 
 
+def by_node(nodes: Sequence[str]) -> list[int]:
+    """Places in `nodes`, those of one node next to each other.
+
+    a b a b gives 0 2 1 3.
+    """
+    return sorted(range(len(nodes)), key=lambda place: nodes.index(nodes[place]))
+
+
 class Placement:
     """One bundle per actor: trainer ranks first, then replicas, then rollout workers, then the queue.
 
-    A replica over several nodes has a bundle for each, one after another, with its part of the CPUs and GPUs.
+    A replica over several nodes has a bundle for each, one after another, with its part of the CPUs and GPUs. Trainer
+    ranks take their bundles in the order of the nodes once these are known, as Ray does not place bundle by bundle.
 
     Args:
         gpus_per_replica: of one replica; see ClusterConfig.
@@ -123,6 +132,7 @@ class Placement:
         self._ranks, self._nodes_per_replica = ranks, nodes_per_replica
         self._workers = ranks + replicas * nodes_per_replica  # first bundle of a rollout worker
         self._queue = self._workers + workers
+        self._rank_bundles = list(range(ranks))
         self._config = config
         self._bundles = [*[rank] * ranks, *[replica] * (self._workers - ranks), *[{"CPU": 1.0}] * (workers + 1)]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
@@ -151,6 +161,14 @@ class Placement:
                 f"the cluster has {ray.cluster_resources()} and cannot hold {self._bundles} within "
                 f"cluster.start_timeout_s={self._config.start_timeout_s}; ask for fewer ranks or replicas"
             ) from error
+        nodes = self._nodes()
+        self._rank_bundles = by_node([nodes[bundle] for bundle in range(self._ranks)])
+
+    def split_groups(self, size: int) -> int:
+        """Groups of `size` consecutive trainer ranks that are on more than one node; call it after `ready`."""
+        nodes = self._nodes()
+        ranks = [nodes[bundle] for bundle in self._rank_bundles]
+        return sum(len({*ranks[first : first + size]}) > 1 for first in range(0, len(ranks), size))
 
     def require_shared_memory(self) -> None:
         """Check that all ranks and replicas are on one node, in whose shared memory the ranks write the weights.
@@ -272,7 +290,7 @@ class Placement:
     def _name(self, bundle: int) -> str:
         """Which actor a bundle is for; it keeps the number when the actor is replaced."""
         if bundle < self._ranks:
-            return f"trainer rank {bundle}"
+            return f"trainer rank {self._rank_bundles.index(bundle)}"
         if bundle < self._workers:
             slot, node = divmod(bundle - self._ranks, self._nodes_per_replica)
             return f"replica slot {slot}" if self._nodes_per_replica == 1 else f"replica slot {slot} node {node}"
@@ -282,7 +300,8 @@ class Placement:
 
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
-        return self._options(index, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
+        bundle = self._rank_bundles[index]
+        return self._options(bundle, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
 
     def replica(self, index: int) -> list[dict[str, Any]]:
         """Actor options of each node of replica `index`."""

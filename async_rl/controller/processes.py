@@ -69,6 +69,13 @@ async def place_run(
     if shortage := placement.shortage():
         status(f"waiting for nodes: {shortage}")
     await placement.ready()
+    parallel = config.trainer.parallel
+    if ranks and (split := placement.split_groups(parallel.close_ranks)):
+        logging.getLogger(__name__).warning(
+            "%d of %d tensor, context or expert groups (%d trainer ranks each) are on several nodes, whose network "
+            "each layer waits for; use nodes with more GPUs, or smaller trainer.parallel.tensor, context or expert",
+            *(split, ranks // parallel.close_ranks, parallel.close_ranks),
+        )
     status("ready")
     return placement
 

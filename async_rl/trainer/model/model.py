@@ -54,6 +54,12 @@ class ParallelConfig:
         return self.tensor * self.pipeline * self.context
 
     @property
+    def close_ranks(self) -> int:
+        """Consecutive ranks that exchange activations in each layer, and should share a node: those of a tensor and
+        context group, or of an expert group."""
+        return max(self.tensor * self.context, self.expert * self.expert_tensor_size)
+
+    @property
     def stages(self) -> int:
         """Pipeline stages of the model; with a virtual pipeline, stage i is on pipeline rank i % pipeline."""
         return self.pipeline * self.virtual_pipeline

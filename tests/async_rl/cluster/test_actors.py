@@ -38,6 +38,25 @@ def test_placement_has_adjacent_bundles_for_the_nodes_of_a_replica(monkeypatch):
     assert single._name(1) == "replica slot 1" and bundles(*single.replica(1)) == [1]
 
 
+async def test_trainer_ranks_of_a_node_are_consecutive(monkeypatch):
+    class Group:
+        async def ready(self):
+            return None
+
+    nodes = {0: "a", 1: "b", 2: "a", 3: "b", 4: "c"}
+    monkeypatch.setattr(actors, "placement_group", lambda bundles, strategy: Group())
+    monkeypatch.setattr(actors, "_require_node", lambda bundle, fields: None)
+    monkeypatch.setattr(actors, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    place = Placement(ClusterConfig(), ranks=4, replicas=0, workers=0, gpus_per_replica=0.0)
+    assert place.split_groups(2) == 2
+    await place.ready()
+    placed = [place.rank(i)["scheduling_strategy"].placement_group_bundle_index for i in range(4)]
+    assert placed == [0, 2, 1, 3] and [place._name(bundle) for bundle in placed] == [
+        f"trainer rank {i}" for i in range(4)
+    ]
+    assert [place.split_groups(size) for size in (1, 2, 4)] == [0, 0, 1]
+
+
 async def test_start_of_a_replica_ends_when_another_of_its_nodes_does():
     async def start():
         await started.wait()
