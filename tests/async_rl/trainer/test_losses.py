@@ -358,7 +358,6 @@ def test_token_weights_of_groups_are_refused_without_groups():
         ("decoupled_ppo", "kl_coefficient", -0.1),
         ("decoupled_ppo", "kl_weight_cap", 0.0),
         ("decoupled_ppo", "entropy_coefficient", -0.1),
-        ("decoupled_ppo", "temperature", 0.0),
         ("decoupled_ppo", "dual_clip", 1.1),
         ("decoupled_ppo", "fixed_length", 8),
         ("decoupled_ppo", "aggregation", "fixed_length"),
