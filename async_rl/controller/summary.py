@@ -125,10 +125,6 @@ def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
             yield f"rollout.limits.{name} is {most}: longer replies are cut and scored as they are"
     if config.gpus_per_replica and config.engine.enforce_eager:
         yield "engine.enforce_eager is true: decoding has no CUDA graphs"
-    if config.cluster.gpus_per_rank and config.trainer.layer_spec != "transformer_engine":
-        has_experts = read_model_info(checkpoint).routing is not None
-        if has_experts and (config.trainer.lora.rank or config.trainer.layer_spec == "local"):
-            yield "the experts of a layer are computed one after another, as trainer.layer_spec is local or LoRA is on"
     share = config.cluster.gpus_per_rank
     if share and sum(rank_memory(config, checkpoint).values()) > gpu_bytes() * min(1.0, share):
         yield "a trainer rank does not fit into the memory of a GPU: use more ranks, or optimizer.cpu_offload=1.0"

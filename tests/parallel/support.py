@@ -278,10 +278,16 @@ def gradients(trainer, *, adapters=False):
     """Name as in `exported` -> gradient of the last update, on the CPU; collective."""
     for chunk in trainer.model.wrapped:
         _gather_gradients(chunk)
-    # Buffers have no gradient, and are then left out.
-    read = lambda weight: weight.main_grad.detach() if hasattr(weight, "main_grad") else None  # noqa: E731
-    with mock.patch("async_rl.trainer.model.source.exported_value", read):
+    with mock.patch("async_rl.trainer.model.source.exported_value", _gradient):
         return exported(trainer, adapters=adapters)
+
+
+def _gradient(weight):
+    """Gradient of a parameter or of one of its experts; None of a buffer, which is then left out."""
+    whole = getattr(weight, "whole", weight)
+    if not hasattr(whole, "main_grad"):
+        return None
+    return whole.main_grad.detach() if whole is weight else whole.main_grad.detach()[weight.expert]
 
 
 def exported(trainer, *, adapters=False):

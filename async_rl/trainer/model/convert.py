@@ -18,7 +18,7 @@ from torch import Tensor
 
 from async_rl.trainer.distributed import expert_group, expert_tensor_group, tensor_group
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
-from async_rl.trainer.model.layers import is_expert, local_name
+from async_rl.trainer.model.layers import each_expert, is_expert, local_name
 from async_rl.trainer.model.layout import weight_problems
 from async_rl.weights.model_info import CheckpointError, is_quantized
 
@@ -71,9 +71,9 @@ def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
     Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
     rank 2 becomes `local_experts.5`. LoRA adapters are left out; see `named_adapters`.
     """
-    for name, weight in _named_tensors(chunks):
+    for name, weight in named_tensors(chunks):
         if LORA not in name:
-            yield name, weight
+            yield from numbered(name, weight, config=chunks[0].config)
 
 
 def named_adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -81,14 +81,13 @@ def named_adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
 
     The first of Qwen3 is `decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a`.
     """
-    for name, parameter in _named_tensors(chunks):
+    for name, parameter in named_tensors(chunks):
         if LORA in name:
-            yield name, parameter
+            yield from numbered(name, parameter, config=chunks[0].config)
 
 
-def _named_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    per_rank = (chunks[0].config.num_moe_experts or 0) // expert_group().size()
-    first_expert = per_rank * expert_group().rank()
+def named_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name with global layer number, parameter or correction bias) of this rank."""
     for chunk in chunks:
         biases = [(n, b) for n, b in chunk.named_buffers() if n.endswith(".expert_bias")]
         for name, weight in (*chunk.named_parameters(), *biases):
@@ -96,8 +95,14 @@ def _named_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
             if name.startswith("decoder.layers."):
                 _, _, number, rest = name.split(".", 3)
                 name = f"decoder.layers.{chunk.decoder.layers[int(number)].layer_number - 1}.{rest}"
-            name = _LOCAL_EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first_expert}.", name)
             yield name, weight
+
+
+def numbered(name: str, weight: Tensor, *, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """A weight of `named_tensors`, or that of each expert in it, with the global number of the expert in the name."""
+    first = (config.num_moe_experts or 0) // expert_group().size() * expert_group().rank()
+    for local, part in each_expert(name, weight):
+        yield _LOCAL_EXPERT.sub(lambda m: f"local_experts.{int(m[1]) + first}.", local), part
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +200,10 @@ def glue_parts(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
 @torch.no_grad()
 def exported_value(weight: Tensor) -> Tensor:
     """The value that a forward pass uses: that of the parameter, or the merged one of a layer with LoRA adapters."""
-    adapters = getattr(weight, "lora", None)
-    return weight.detach() if adapters is None else adapters.merge(weight.detach())
+    adapters = getattr(getattr(weight, "whole", weight), "lora", None)
+    if adapters is None:
+        return weight.detach()
+    return adapters.merge(weight.detach(), expert=getattr(weight, "expert", None))
 
 
 def split_of(name: str, parameter: Tensor) -> Split | None:

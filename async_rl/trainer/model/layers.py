@@ -1,20 +1,22 @@
 """Megatron's layer specs with the attention of this package (see attention.py).
 
-There are two specs: local, and Transformer Engine. The latter fuses a norm into the following linear layer and the
-experts of a rank into one module, so that the names of weights differ. `local_name` maps them to the names of the local
-spec, which the rest of the package uses.
+There are two specs: local, and Transformer Engine. The latter fuses a norm into the following linear layer and has a
+parameter for each expert, so that the names of weights differ. `local_name` maps them to the names of the local spec,
+which the rest of the package uses. Of the local spec's experts, which are one parameter per linear layer, `each_expert`
+gives the weights one by one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -23,6 +25,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 
 from async_rl.trainer.model.attention import AllHeadsNorm, RMSNorm, RowAttention
+from async_rl.trainer.model.experts import GROUPED
 from async_rl.trainer.model.fused_attention import FusedRowAttention
 from async_rl.trainer.model.latent_attention import LatentAttention
 from async_rl.trainer.model.model import TrainerConfig
@@ -35,14 +38,6 @@ _REPLACED: dict[Any, Any] = {
     DotProductAttention: RowAttention,
     MLASelfAttention: LatentAttention,
 }
-
-
-class OwnedOutput(RowParallelLinear):
-    """Copies its output, to which megatron's expert adds its bias in place; autograd forbids that for the output."""
-
-    def forward(self, input_: Tensor) -> Any:
-        output, bias = super().forward(input_)
-        return output.clone(), bias
 
 
 def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> bool:
@@ -87,9 +82,6 @@ def layer_specs(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
     specs = _with_row_attention(specs) if transformer_engine else replace_modules(specs)
-    if config.add_bias_linear:
-        for layer in specs.layer_specs:
-            layer.submodules.mlp.submodules.experts.submodules.linear_fc2 = OwnedOutput
     if norms_all_heads:
         for layer in specs.layer_specs:
             parts = layer.submodules.self_attention.submodules
@@ -105,6 +97,8 @@ def replace_modules(spec: Any) -> Any:
     if isinstance(spec, list):
         return [replace_modules(part) for part in cast(list[Any], spec)]
     if isinstance(spec, ModuleSpec):
+        if spec.module is SequentialMLP:
+            return GROUPED
         spec.module = _REPLACED.get(spec.module, spec.module)
         spec.submodules = replace_modules(spec.submodules)
     elif hasattr(spec, "__dataclass_fields__"):
@@ -131,6 +125,7 @@ _LOCAL_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"mlp\.linear_fc1\.layer_norm_weight$"), "pre_mlp_layernorm.weight"),
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
 )
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\..+)")
 _SPLIT_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
 _SPLIT_COLUMNS = ("linear_proj", "linear_fc2")
 _OUTER = ("word_embeddings", "output_layer")
@@ -140,7 +135,8 @@ _SINKS = "softmax_offset"  # of each head
 def local_name(name: str) -> str:
     """Name of a weight in the local spec, from its name in either spec. Layer and expert numbers do not change.
 
-    `mlp.experts.linear_fc1.weight5` -> `mlp.experts.local_experts.5.linear_fc1.weight`.
+    `mlp.experts.linear_fc1.weight5` -> `mlp.experts.local_experts.5.linear_fc1.weight`, and
+    `mlp.experts.linear_fc1.weight`, of all experts of a rank, does not change.
     """
     for pattern, replacement in _LOCAL_NAMES:
         name, found = pattern.subn(replacement, name)
@@ -150,8 +146,29 @@ def local_name(name: str) -> str:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a weight with this local name belongs to an expert."""
-    return ".local_experts." in name
+    """Whether a weight with this local name belongs to an expert, or to all of a rank."""
+    return ".experts." in name
+
+
+def is_grouped(name: str) -> bool:
+    """Whether a weight with this local name has those of all experts of a rank, along a first dimension."""
+    return _GROUPED.search(name) is not None
+
+
+def each_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield (local name, weight) of each expert in a weight of all of them, else the weight itself.
+
+    `mlp.experts.linear_fc1.weight` [8, 128, 64] gives `mlp.experts.local_experts.5.linear_fc1.weight` [128, 64] as the
+    sixth. Each shares its memory with the whole, and has the attributes `whole` and `expert`, here 5.
+    """
+    if not is_grouped(name):
+        yield name, weight
+        return
+    for number, row in enumerate(weight.detach()):
+        part = cast(Any, row)
+        part.whole, part.expert = weight, number
+        part.partition_dim = max(-1, cast(Any, weight).partition_dim - 1)
+        yield _GROUPED.sub(rf"mlp.experts.local_experts.{number}.\1", name), part
 
 
 def split_dimension(name: str, weight: Tensor) -> int | None:
@@ -162,7 +179,7 @@ def split_dimension(name: str, weight: Tensor) -> int | None:
         weight: the weight or this rank's part.
     """
     module, _, kind = name.rpartition(".")
-    of = module.rpartition(".")[2]
+    of, first = module.rpartition(".")[2], int(is_grouped(name))
     if kind == _SINKS or (of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias")):
-        return 0
-    return 1 if of in _SPLIT_COLUMNS and weight.dim() == 2 else None
+        return first
+    return first + 1 if of in _SPLIT_COLUMNS and kind == "weight" else None

@@ -24,7 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from async_rl.trainer.model.convert import LORA, Split, join_names, named_weights, num_query_groups
+from async_rl.trainer.model.convert import LORA, Split, join_names, named_tensors, num_query_groups, numbered
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert
 from async_rl.trainer.model.layout import module_name
@@ -35,14 +35,14 @@ class Adapter(nn.Module):
     """The matrices of one projection: B A has the shape of its weight.
 
     Args:
-        a: float32 [rank, inputs], this rank's part.
+        a: float32 [rank, inputs], this rank's part; [experts, rank, inputs] of all experts of a rank.
         outputs: rows of the projection on this rank.
     """
 
     def __init__(self, a: Tensor, *, outputs: int) -> None:
         super().__init__()
         self.a = nn.Parameter(a)
-        self.b = nn.Parameter(a.new_zeros(outputs, len(a)))
+        self.b = nn.Parameter(a.new_zeros(*a.shape[:-2], outputs, a.shape[-2]))
 
 
 class LayerAdapters(nn.ModuleDict):
@@ -50,12 +50,13 @@ class LayerAdapters(nn.ModuleDict):
 
     Args:
         adapters: Hugging Face name of a projection -> its adapter.
-        names: tensors of the checkpoint that form the weight of the layer.
+        names: tensors of the checkpoint that form the weight of the layer, or of its first expert.
         outputs: rows of each of these tensors on this rank.
         query_groups: number of key-value heads on this rank.
         scale: factor of B A.
         split: ranks with parts of the weight, or of its rows of tokens.
-        dimension: of the weight, that is split; None if each rank has the complete weight for some of the tokens.
+        dimension: of the weight of the layer or of an expert, that is split; None if each rank has the complete weight
+            for some of the tokens.
     """
 
     def __init__(
@@ -73,22 +74,30 @@ class LayerAdapters(nn.ModuleDict):
         self._names, self._outputs, self._query_groups = names, outputs, query_groups
         self._scale, self._split, self._dimension = scale, split, dimension
 
-    def merge(self, weight: Tensor) -> Tensor:
-        """The weight that the layer uses, in the shape and dtype of `weight`."""
+    def merge(self, weight: Tensor, *, expert: int | None = None) -> Tensor:
+        """The weight that the layer uses, in the shape and dtype of `weight`.
+
+        Args:
+            expert: number of the expert that `weight` is of; None for the whole layer.
+        """
         products: list[Tensor] = []
         for name, rows in zip(self._names.names, self._outputs, strict=True):
             if module_name(name) in self:
-                products.append(self._product(cast(Adapter, self[module_name(name)])))
+                products.append(self._product(cast(Adapter, self[module_name(name)]), expert))
             else:
-                products.append(weight.new_zeros(rows, weight.shape[1], dtype=torch.float32))
-        product = join_names(self._names, products, query_groups=self._query_groups)
+                shape = (*weight.shape[:-2], rows, weight.shape[-1])
+                products.append(weight.new_zeros(shape, dtype=torch.float32))
+        if weight.dim() == 3:
+            product = torch.cat(products, dim=1)  # one projection, or gate and up
+        else:
+            product = join_names(self._names, products, query_groups=self._query_groups)
         return product.mul_(self._scale).add_(weight).to(weight.dtype)  # in place, because it is large
 
-    def _product(self, adapter: Adapter) -> Tensor:
+    def _product(self, adapter: Adapter, expert: int | None) -> Tensor:
         """B A of this rank. A matrix that is equal on the ranks of the split gets the sum of their gradients."""
         a = adapter.a if self._dimension == 1 else _summed(adapter.a, self._split)
         b = adapter.b if self._dimension == 0 else _summed(adapter.b, self._split)
-        return b @ a
+        return b @ a if expert is None else b[expert] @ a[expert]
 
 
 def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: ModelShape, seed: int) -> None:
@@ -111,7 +120,7 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
         if chunk.pre_process:
             # A recomputed layer whose input needs no gradient would give none to its adapters.
             chunk.embedding.register_forward_hook(_require_gradient)
-    for name, weight in list(named_weights(chunks)):
+    for name, weight in list(named_tensors(chunks)):
         if (layer := layers.get(id(weight))) is None:
             continue
         adapters = _layer_adapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
@@ -135,25 +144,27 @@ def _layer_adapters(
     name: str, weight: Any, *, config: LoraConfig, shape: ModelShape, seed: int, megatron: Any
 ) -> LayerAdapters:
     """Adapters of the layer with the weight `name`, on the device of the weight; none if its modules are no target."""
-    expert, names = is_expert(name), weight_names(shape, name)
-    dimension = None if weight.partition_dim < 0 else weight.partition_dim
+    expert, outer = is_expert(name), weight.dim() - 2
+    names = [weight_names(shape, local) for local, _ in numbered(name, weight, config=megatron)]
+    dimension = None if weight.partition_dim < 0 else weight.partition_dim - outer
     split = Split.expert_tensor() if expert else Split.tensor()
     groups = num_query_groups(megatron, split if dimension == 0 else None)
-    outputs = _outputs(names.kind, len(weight), key_rows=groups * megatron.kv_channels)
+    outputs = _outputs(names[0].kind, weight.shape[-2], key_rows=groups * megatron.kv_channels)
     adapters: dict[str, Adapter] = {}
-    for full, rows in zip(names.names, outputs, strict=True):
-        if config.target_modules and module_name(full) not in config.target_modules:
+    for fulls, rows in zip(zip(*(n.names for n in names), strict=True), outputs, strict=True):
+        if config.target_modules and module_name(fulls[0]) not in config.target_modules:
             continue
-        inputs = weight.shape[1] * (split.size if dimension == 1 else 1)
-        a = _initial(full, rank=config.rank, inputs=inputs, seed=seed)
+        inputs = weight.shape[-1] * (split.size if dimension == 1 else 1)
+        parts = [_initial(full, rank=config.rank, inputs=inputs, seed=seed) for full in fulls]
+        a = torch.stack(parts) if outer else parts[0]
         if dimension == 1:
-            a = a.chunk(split.size, dim=1)[split.rank].contiguous()
-        adapter = adapters[module_name(full)] = Adapter(a.to(weight.device), outputs=rows)
-        _mark(adapter.a, dimension=1 if dimension == 1 else None, split=split, expert=expert)
-        _mark(adapter.b, dimension=0 if dimension == 0 else None, split=split, expert=expert)
+            a = a.chunk(split.size, dim=-1)[split.rank].contiguous()
+        adapter = adapters[module_name(fulls[0])] = Adapter(a.to(weight.device), outputs=rows)
+        _mark(adapter.a, dimension=outer + 1 if dimension == 1 else None, split=split, expert=expert)
+        _mark(adapter.b, dimension=outer if dimension == 0 else None, split=split, expert=expert)
     return LayerAdapters(
         adapters,
-        names=names,
+        names=names[0],
         outputs=outputs,
         query_groups=groups,
         scale=config.alpha / config.rank,

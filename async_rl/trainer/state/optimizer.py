@@ -97,6 +97,8 @@ class Optimizer:
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
         from megatron.core.optimizer import get_megatron_optimizer
 
+        from async_rl.trainer.state.optimizer_state import fuse
+
         bfloat16 = trainer.dtype == "bfloat16"
         self._config = config
         self._updates = self._steps = 0
@@ -118,6 +120,7 @@ class Optimizer:
             ),
             list(model),
         )
+        fuse(self._parts())
 
     @property
     def updates(self) -> int:

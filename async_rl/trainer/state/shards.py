@@ -23,8 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from async_rl.trainer.model.convert import Split, named_adapters
-from async_rl.trainer.model.layers import is_expert, local_name
+from async_rl.trainer.distributed import expert_group
+from async_rl.trainer.model.convert import LORA, Split, named_tensors
+from async_rl.trainer.model.layers import is_expert, is_grouped, local_name
 
 Shard = ShardedTensor | ShardedTensorFactory
 CopiedShards = dict[str, Any]
@@ -38,7 +39,7 @@ def model_shards(chunks: Sequence[Any], *, lora: bool) -> dict[str, Shard]:
     those of the adapters alone, because the other weights remain those of the start checkpoint.
     """
     if lora:
-        return {name: _adapter_shard(name, parameter) for name, parameter in named_adapters(chunks)}
+        return {name: _adapter_shard(name, parameter) for name, parameter in named_tensors(chunks) if LORA in name}
     shards = {
         f"{i}.{name}": shard
         for i, chunk in enumerate(chunks)
@@ -51,13 +52,15 @@ def model_shards(chunks: Sequence[Any], *, lora: bool) -> dict[str, Shard]:
 
 
 def _adapter_shard(name: str, parameter: Any) -> ShardedTensor:
-    """The part of an adapter's matrix on this rank, under its name with global layer and expert numbers."""
+    """The part of an adapter's matrix on this rank, under its name with the global layer number."""
     if is_expert(name):
         split, copy = Split.expert_tensor(), parallel_state.get_expert_data_parallel_rank()
     else:
         split, copy = Split.tensor(), parallel_state.get_data_parallel_rank(with_context_parallel=True)
     is_split = parameter.partition_dim >= 0
     offsets = [(parameter.partition_dim, split.rank, split.size)] if is_split else []
+    if is_grouped(name):
+        offsets.append((0, expert_group().rank(), expert_group().size()))
     return ShardedTensor.from_rank_offsets(
         name, parameter, *offsets, replica_id=(0, 0 if is_split else split.rank, copy)
     )

@@ -141,7 +141,6 @@ def test_a_run_without_held_out_prompts_says_so_and_validates_nothing(own, tmp_p
         (("rollout.limits.max_new_tokens_per_turn=64",), ["max_new_tokens_per_turn is 64"]),
         (("validation.prompts=0",), ["validation.prompts is 0"]),
         (("cluster.gpus_per_rank=1", "engine.enforce_eager=true"), ["engine.enforce_eager is true"]),
-        (("cluster.gpus_per_rank=1", "trainer.layer_spec=local"), ["one after another"]),
         ((), []),
     ],
 )
