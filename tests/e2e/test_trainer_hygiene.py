@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import resource
 import weakref
 
 import psutil
@@ -55,6 +56,19 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, split):
         factor = 1.0 if tensor.dim() == 1 else 0.95
         # Adam rounds a few times: the factor, the product, and the update of zero.
         assert torch.allclose(after[name], factor * tensor, rtol=numerics.rounding(4)), name
+
+
+def test_memory_of_large_tensors_is_used_for_the_next_ones(checkpoint):
+    start_trainer(checkpoint)
+
+    def use():
+        torch.empty(16 << 20, dtype=torch.float32).fill_(1)  # 64 MiB
+
+    use()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        use()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 1000  # new memory has 16,384 pages each time
 
 
 def test_updates_too_small_for_bfloat16_are_kept_in_float32(checkpoint, tmp_path):
