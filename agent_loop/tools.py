@@ -259,6 +259,7 @@ class ToolRunner:
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
         failure: BaseException | None = None
+        replies: list[asyncio.Task[ToolReply]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 replies = [group.create_task(self._reply(call)) for call in calls]

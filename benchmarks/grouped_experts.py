@@ -43,10 +43,10 @@ def main() -> None:
             checkpoint, batch = load_batch(name, Path(folder))
             config = TrainerConfig(threads=arguments.threads, micro_batch_tokens=SIZES[name][2], router_replay="R3")
             start = partial(trainers_side_by_side, checkpoint=checkpoint, optimizer=ADAM)
-            with start({"grouped": Variant(config=config)}) as trainers:
-                with loop_experts(), start({"loop": Variant(config=config)}) as others:
-                    steps = {n: partial(t.train, batch) for n, t in {**trainers, **others}.items()}
-                    taken = time_in_turns(steps, rounds=arguments.rounds)
+            way = Variant(config=config)
+            with start({"grouped": way}) as trainers, loop_experts(), start({"loop": way}) as others:
+                steps = {n: partial(t.train, batch) for n, t in {**trainers, **others}.items()}
+                taken = time_in_turns(steps, rounds=arguments.rounds)
             wall, cpu = (paired_ratio(getattr(taken["grouped"], c), getattr(taken["loop"], c)) for c in ("wall", "cpu"))
             rows.append(
                 (

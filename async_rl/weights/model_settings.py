@@ -92,7 +92,7 @@ def dtype_of(gpus: float) -> str:
 
 def warmup_of(train_steps: int) -> int:
     """Updates of the warm-up: a tenth of a run, at most 10."""
-    return min(WARMUP_STEPS, train_steps // 10)
+    return max(0, min(WARMUP_STEPS, train_steps // 10))
 
 
 def lr_of(lora_rank: int) -> float:
@@ -125,7 +125,25 @@ def _info(checkpoint: str) -> ModelInfo | None:
         return None
 
 
+def _or(function: Callable[..., Any], otherwise: object) -> Callable[..., Any]:
+    """The function, with a result for values of the wrong type; the check of their own field names them."""
+
+    def resolve(*values: Any) -> Any:
+        try:
+            return function(*values)
+        except (TypeError, AttributeError):
+            return otherwise
+
+    return resolve
+
+
 RESOLVERS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (run_name, length_of, replay_of, dtype_of, warmup_of, lr_of, tenth_of, gpus_of)
+    "run_name": _or(run_name, "run"),
+    "length_of": _or(length_of, 4096),
+    "replay_of": _or(replay_of, "none"),
+    "dtype_of": _or(dtype_of, "float32"),
+    "warmup_of": _or(warmup_of, 0),
+    "lr_of": _or(lr_of, 1e-6),
+    "tenth_of": _or(tenth_of, 0.0),
+    "gpus_of": _or(gpus_of, 0.0),
 }

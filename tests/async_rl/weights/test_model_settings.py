@@ -121,3 +121,23 @@ def test_processes_use_the_gpus_that_are_reserved_for_them_and_no_others(models)
     engine_on_cpu = own(models["dense"], "cluster.gpus_per_rank=1", "cluster.gpus_per_replica=0")
     assert engine_on_cpu.engine.device == "cpu"
     assert own(models["dense"]).engine.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("model.checkpoint=5", "model.checkpoint"),
+        ("model.checkpoint=[a]", "model.checkpoint"),
+        ("task.factory=5", "task.factory"),
+        ("optimizer.lr=fast", "optimizer.lr"),
+        ("trainer.lora.rank=x", "trainer.lora.rank"),
+        ("total_train_steps=many", "total_train_steps"),
+        ("total_train_steps=-5", "total_train_steps"),
+        ("cluster.address=5", "cluster.address"),
+    ],
+)
+@pytest.mark.parametrize("base", [[], ["model.checkpoint=/absent"]], ids=["toy", "model"])
+def test_a_wrong_value_is_named_by_its_own_field_first(override, field, base):
+    with pytest.raises(ConfigError) as refused:
+        load_config(["task=python", "task.factory=a/products.py:task", *base, override])
+    assert str(refused.value).startswith(f"{field} is ")
