@@ -4,10 +4,10 @@ Ways: a bare megatron loop (forward, cross entropy, backward, update, on micro-b
 the trainer with the live routers, with R3, with R3 and padded micro-batches, with R3 and full recomputation. The rows
 that R3 replays are drawn at random, so that experts get the same work as from untrained routers.
 
-The share of the peak counts 6 floating-point operations per token and weight that the token passes (the embedding not),
-and those of causal attention; recomputed operations are not counted. Building is the work of TrainerRank.train between
-two micro-batches: rows, columns and rotary angles, and their way to the GPU. Export writes the weights as a version
-into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
+The share of the peak counts the floating-point operations of `async_rl.trainer.model.flops`. Building is the work of
+TrainerRank.train between two micro-batches: rows, columns and rotary angles, and their way to the GPU. Export writes
+the weights as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to
+host.
 
     python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
         [--rounds 3] [--peak 989e12]
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.families import read_shape
+from async_rl.trainer.model.flops import peak_of, train_operations
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
@@ -70,13 +73,6 @@ def long_tailed_batch(checkpoint: Path, *, tokens: int, longest: int) -> Trainin
     info = read_model_info(checkpoint)
     assert info.routing is not None
     return random_batch(lengths, vocab=info.vocab_size, routing=info.routing)
-
-
-def operations(lengths: Sequence[int], *, layers: int) -> float:
-    """Floating-point operations of forward and backward."""
-    attention = HIDDEN * HEAD * (2 * HEADS + 2 * KV_HEADS)
-    weights = layers * (attention + HIDDEN * EXPERTS + TOP_K * 3 * HIDDEN * EXPERT) + HIDDEN * VOCAB
-    return 6.0 * weights * sum(lengths) + layers * 6.0 * HEADS * HEAD * sum(n * n for n in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +157,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peak", type=float, default=989e12, help="operations/s of the GPU in dense bfloat16")
+    parser.add_argument("--peak", type=float, help="operations/s of the GPU in dense bfloat16, if they are not known")
     arguments = parser.parse_args()
     torch.manual_seed(0)
 
@@ -180,7 +176,13 @@ def main() -> None:
         torch.cuda.empty_cache()
         batch = long_tailed_batch(checkpoint, tokens=arguments.tokens, longest=arguments.longest)
         lengths: list[int] = batch.lengths.tolist()
-        tokens, work = sum(lengths), operations(lengths, layers=arguments.layers)
+        tokens, peak = sum(lengths), arguments.peak or peak_of(torch.cuda.get_device_name()) or math.nan
+        work = train_operations(
+            read_shape(checkpoint),
+            batch.lengths,
+            num_loss_tokens=int(batch.num_loss_tokens.sum()),
+            lora=ways["trainer, R3"].lora,
+        )
         show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.layers} layers")
         show(
             f"{len(lengths)} sequences of 2 to {max(lengths)} tokens, {tokens} in all; medians of {arguments.rounds}\n"
@@ -207,7 +209,7 @@ def main() -> None:
             name,
             f"{tokens / statistics.median(figure.seconds):.0f}",
             f"{base / statistics.median(figure.seconds):.3f}",
-            f"{work / statistics.median(figure.seconds) / arguments.peak:.1%}",
+            f"{work / statistics.median(figure.seconds) / peak:.1%}",
             f"{figure.memory / 2**30:.1f} GiB",
             ", ".join(f"{s:.2f}" for s in figure.seconds),
         )

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import tempfile
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -661,7 +662,7 @@ class TrainerActor:
 
     def train(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
         """contents: [G], a reference to the content of each group of the plan."""
-        return self._answer(lambda: self._rank.train(self._with_contents(plan, contents)))
+        return self._answer(lambda: self._train(self._with_contents(plan, contents)))
 
     def train_supervised(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
         return self._answer(lambda: self._rank.train_supervised(self._with_contents(plan, contents)))
@@ -703,6 +704,11 @@ class TrainerActor:
     def _answer(self, call: Callable[[], T]) -> tuple[T, list[TimeSpan]]:
         with log_failure():
             return call(), self._rank.timeline.take()
+
+    def _train(self, plan: BatchPlan) -> dict[str, float]:
+        started = time.monotonic()
+        metrics = self._rank.train(plan)
+        return metrics | self._rank.throughput(plan, seconds=time.monotonic() - started)
 
     def _begin_save(self, directory: Path) -> None:
         self._written = self._rank.save(directory)

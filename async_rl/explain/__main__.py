@@ -59,6 +59,9 @@ def lines(explanation: Explanation) -> Iterator[str]:
     if explanation.trainer:
         kinds = (f"{kind} {value / whole:.1%}" for kind, value in explanation.trainer.items())
         yield f"first trainer rank: {', '.join(kinds)}"
+    if explanation.tflops is not None:
+        share = "" if explanation.mfu is None else f", {explanation.mfu:.1%} of its peak (MFU)"
+        yield f"while it trains, a rank computes {explanation.tflops:.3g} TFLOP/s{share}"
     yield from ("", "over the run")
     for first, last, parts in explanation.periods(PERIODS):
         largest = sorted(parts, key=lambda cause: -parts[cause])[:3]

@@ -31,6 +31,10 @@ class Explanation:
     """Cause -> seconds that its removal would save at most, largest first."""
     trainer: Seconds
     """Kind of span of the first trainer rank -> seconds, largest first; empty without such spans."""
+    tflops: float | None
+    """Mean `throughput/train_tflops` of the steps; None if none has it."""
+    mfu: float | None
+    """Mean `throughput/mfu` of the steps; None if none has it."""
     staleness: Staleness | None
     """Sources of the staleness; None if they are not known."""
     waited_for: Sequence[GroupWait]
@@ -92,6 +96,8 @@ class Explanation:
             "seconds": self.seconds,
             "savings": self.savings,
             "trainer": self.trainer,
+            "tflops": self.tflops,
+            "mfu": self.mfu,
             "steps": [asdict(step) for step in self.steps],
             "staleness": None if self.staleness is None else asdict(self.staleness),
             "waited_for": [asdict(wait) for wait in self.waited_for],
@@ -143,6 +149,8 @@ def _explain(records: Records) -> Explanation:
         seconds=seconds,
         savings=saved,
         trainer=_trainer(records, steps),
+        tflops=_mean(records, steps, "throughput/train_tflops"),
+        mfu=_mean(records, steps, "throughput/mfu"),
         staleness=staleness(records),
         waited_for=longest_waited_for(steps, count=NUM_WAITS),
         in_queue=longest_in_queue(records, steps, count=NUM_WAITS),
@@ -154,6 +162,13 @@ def _explain(records: Records) -> Explanation:
         },
         notes=notes,
     )
+
+
+def _mean(records: Records, steps: Sequence[StepDivision], key: str) -> float | None:
+    """Mean of a metric over the steps that have it."""
+    last = {step.step for step in steps}
+    values = [line[key] for line in records.metrics if line["train_step"] in last and line.get(key) is not None]
+    return float(np.mean(values)) if values else None
 
 
 def _trainer(records: Records, steps: Sequence[StepDivision]) -> Seconds:

@@ -40,7 +40,10 @@ _COLUMNS = (
     ("idle train", "idle/trainer", "{:.0%}"),
     ("idle roll", "idle/rollout", "{:.0%}"),
     ("tok/s", "throughput/tokens_per_s", "{:.0f}"),
+    ("mfu", "throughput/mfu", "{:.0%}"),
 )
+_OPTIONAL = ("throughput/mfu",)
+"""Metrics whose column is only there if they are."""
 _SHOWN_STEPS = 12
 AVERAGED = ("idle/trainer", "idle/rollout", "throughput/tokens_per_s")
 """Metrics that are shown as means over the last batches, because single batches swing."""
@@ -86,10 +89,11 @@ class RunConsole:
     def step(self, record: StepRecord) -> None:
         self._end_phases()
         left, metrics = self._time_left(record), self._averaged(record)
-        cells = [(title, _cell(metrics, key, form)) for title, key, form in _COLUMNS]
-        STEPS.info("%s  left %s", "  ".join(f"{title} {cell}" for title, cell in cells), left)
+        shown = [column for column in _COLUMNS if column[1] not in _OPTIONAL or column[1] in metrics]
+        cells = {title: _cell(metrics, key, form) for title, key, form in shown}
+        STEPS.info("%s  left %s", "  ".join(f"{title} {cell}" for title, cell in cells.items()), left)
         if self._view is not None:
-            self._view.add([cell for _, cell in cells], step=int(record.metrics["train_step"]), left=left)
+            self._view.add(cells, step=int(record.metrics["train_step"]), left=left)
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
         self._end_phases()
@@ -173,7 +177,7 @@ class LiveView:
     def __init__(self, *, total: int, log: Path) -> None:
         self._total = total
         self._log = log
-        self._rows: list[list[str]] = []
+        self._rows: list[dict[str, str]] = []
         self._footer = self._warning = ""
         self._num_warnings = 0
         self._spinner: Spinner | None = None
@@ -184,8 +188,8 @@ class LiveView:
         self._live = Live(get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
-    def add(self, cells: list[str], *, step: int, left: str) -> None:
-        """Show a step. cells: of `_COLUMNS`; left: time left."""
+    def add(self, cells: dict[str, str], *, step: int, left: str) -> None:
+        """Show a step. cells: title of a column -> its cell; left: time left."""
         self._rows = [*self._rows[1 - _SHOWN_STEPS :], cells]
         self._done, self._left = step, left
 
@@ -213,10 +217,11 @@ class LiveView:
         if self._rows:
             # Without padding all columns fit into 80 characters; the box puts a space between two columns.
             table = Table(expand=True, box=SIMPLE_HEAD, padding=0, pad_edge=False)
-            for title, _, _ in _COLUMNS:
+            titles = dict.fromkeys(title for row in self._rows for title in row)
+            for title in titles:
                 table.add_column(title.replace(" ", "\n"), justify="right", no_wrap=True)
             for row in self._rows:
-                table.add_row(*row)
+                table.add_row(*(row.get(title, "-") for title in titles))
             parts.append(table)
         if self._footer:
             parts.append(Text(self._footer))

@@ -166,6 +166,10 @@ METRICS: dict[str, Metric] = {
     "sync/seconds": Metric("mean", "s", "newest publish, first pause (or staging) to last resume"),
     "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
     "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
+    "throughput/train_tflops": Metric(
+        "mean", "TFLOP/s", "of a trainer rank while it trains, without recomputation and passes without gradient"
+    ),
+    "throughput/mfu": Metric("mean", "share", "throughput/train_tflops over the peak of the GPU (trainer.peak_flops)"),
     "ledger/admitted": Metric("last", "groups", "admitted since the start of the run"),
     "ledger/trained": Metric("last", "groups", "trained since the start of the run"),
     "ledger/dropped": Metric("last", "groups", "dropped since the start of the run"),

@@ -104,6 +104,8 @@ PANELS = (
     *(_panel("Routing", f"{key.partition('/')[2]} by layer", key, over="layer", zero=True) for key in ROUTING),
     _panel("Time", "Phases of a step", *(f"phase/{name}" for name in (*_PHASES, "other")), zero=True, stack=True),
     _panel("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
+    _panel("Time", "Operations per second of a trainer rank", "throughput/train_tflops", zero=True),
+    _panel("Time", "Share of the GPU's peak", "throughput/mfu", zero=True),
     _panel("Time", "Time of a step", "step/seconds", zero=True),
     _panel("Time", "Time of a publish", "sync/seconds", "sync/pause_seconds", zero=True),
     _panel("Time", "Groups in the queue", "queue/ready", "queue/open", zero=True),

@@ -41,12 +41,17 @@ class UpdatePlan:
     num_loss_tokens: int
     """Tokens in the loss of the update on all ranks."""
 
+    @property
+    def sequences(self) -> list[int]:
+        """Numbers of the sequences of all ranks, ascending."""
+        return sorted(number for of_rank in self.micro_batches for numbers in of_rank for number in numbers)
+
     def loss_tokens_in_batch(self, batch: TrainingBatch) -> Int64Array:
         """int64 [num_loss_tokens], number in the loss of the whole batch of each token in the loss of the update.
 
         Sequences of (2, 3, 1) tokens in the loss, of which the update has the first and the last: (0, 1, 5).
         """
-        own = sorted(number for of_rank in self.micro_batches for numbers in of_rank for number in numbers)
+        own = self.sequences
         first = batch.num_loss_tokens.cumsum() - batch.num_loss_tokens
         counts = batch.num_loss_tokens[own]
         return np.arange(counts.sum()) + np.repeat(first[own] - self.first_loss_token[own], counts)

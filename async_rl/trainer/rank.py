@@ -23,6 +23,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
 from async_rl.trainer.model.convert import load_weights
+from async_rl.trainer.model.flops import peak_of, train_operations
 from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
@@ -49,6 +50,13 @@ def _reuse_freed_memory() -> None:
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_MAX_MAPPED_BLOCKS, 0)
         mallopt(_TRIM_THRESHOLD, -1)
+
+
+def _peak(config: TrainerConfig, device: torch.device) -> float | None:
+    """Operations per second of a rank at most; None if they are not known."""
+    if config.peak_flops is not None or device.type != "cuda" or config.dtype != "bfloat16":
+        return config.peak_flops
+    return peak_of(torch.cuda.get_device_name(device))
 
 
 class TrainerRank:
@@ -111,6 +119,7 @@ class TrainerRank:
         self._files = MappedFiles()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner(config=config, loss=loss)
+        self._peak = _peak(config, self._groups.device)
         self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self._model)
 
     @property
@@ -172,6 +181,28 @@ class TrainerRank:
             return self._nothing_to_train(lr=steps[-1][1])
         results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
         return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty
+
+    def throughput(self, plan: BatchPlan, *, seconds: float) -> dict[str, float]:
+        """Metrics of the speed of `train`: TFLOP/s of a rank, and their share of the peak if that is known.
+
+        The metrics of `train` have neither, because they are equal when a step is repeated.
+
+        Args:
+            plan: batch that was trained; without gradient it has no speed.
+            seconds: duration of the call.
+        """
+        updates = [update for update in plan.updates if update is not None]
+        if not updates:
+            return {}
+        operations = train_operations(
+            self._model.shape,
+            plan.batch.lengths[[number for update in updates for number in update.sequences]],
+            num_loss_tokens=sum(update.num_loss_tokens for update in updates),
+            lora=self._config.lora,
+        )
+        rate = operations / seconds / self._config.ranks
+        found = {"throughput/train_tflops": rate / 1e12}
+        return found if self._peak is None else {**found, "throughput/mfu": rate / self._peak}
 
     def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
         """Run one update on the mean cross entropy of the tokens in the loss.

@@ -224,6 +224,7 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["loss.kl_coefficient=0.1", "loss.kl_in=reward", "loss.kl_estimator=k1"], ["loss.kl_estimator is k1"]),
         (["loss.kl_estimator=k2"], ["loss.kl_estimator is k2", "loss.kl_coefficient"]),
         (["trainer.router_replay=R4"], ["router_replay", "R4"]),
+        (["trainer.peak_flops=0"], ["trainer.peak_flops", "> 0"]),
         (["trainer.replay_threshold=1.5"], ["trainer.replay_threshold", "1.5", "0..1"]),
         (["trainer.replay_threshold=0.5", "trainer.router_replay=none"], ["replay_threshold=0", "router_replay"]),
         (["trainer.lora.rank=-1"], ["trainer.lora.rank", "-1"]),

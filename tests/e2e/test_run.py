@@ -44,6 +44,7 @@ def short_run(tmp_path_factory, warm_starts):
 @pytest.mark.numerics
 def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     steps, _ = check_records(short_run, steps=4, staleness=1, k3=k3_bound(warm_starts), trained=16)
+    assert all(step["throughput/train_tflops"] > 0 and "throughput/mfu" not in step for step in steps)
     assert [s["param_version"] for s in steps] == [1, 2, 3, 4]
     assert all(s["mismatch/k3_probe"] is not None for s in steps)
     assert steps[0]["mismatch/k3_lag0"] is not None, "the first batch is sampled by the weights it trains"

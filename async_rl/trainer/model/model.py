@@ -164,6 +164,9 @@ class TrainerConfig:
     """Split optimizer state over data-parallel ranks."""
     seed: int = 0
     """Of the random state of every rank."""
+    peak_flops: float | None = None
+    """Most floating-point operations per second of a GPU, for the metric `throughput/mfu`; null for the dense bfloat16
+    rate of NVIDIA's data sheet. It is known for bfloat16 training on common GPUs; else the metric is absent."""
     timeout_s: float = 300.0
     """Seconds; bound on the rendezvous and on each collective."""
 
@@ -183,6 +186,8 @@ class TrainerConfig:
                 f"trainer.replay_threshold is {self.replay_threshold}, but trainer.router_replay is none; "
                 "set replay_threshold=0, or replay with R2 or R3"
             )
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise ValueError(f"trainer.peak_flops is {self.peak_flops}; must be > 0, or null for the known rate")
         if self.timeout_s <= 0:
             raise ValueError(f"trainer.timeout_s is {self.timeout_s}; must be > 0")
         if self.dtype not in ("float32", "bfloat16"):

@@ -105,12 +105,17 @@ def test_trainer_rank_fetches_content_only_if_it_trains_or_records_it(monkeypatc
         fetched = []
         monkeypatch.setattr(actors.ray, "get", lambda refs, seen=fetched: seen.extend(refs) or [r.value for r in refs])
         actor = object.__new__(actors.TrainerActor.__ray_actor_class__)
-        train = lambda given: given.batch.contents  # noqa: E731
-        timeline = Timeline("rank")
-        actor._rank = SimpleNamespace(data_rank=data_rank, records=records, train=train, timeline=timeline)
+        actor._rank = SimpleNamespace(
+            data_rank=data_rank,
+            records=records,
+            train=lambda given: {"contents": given.batch.contents},
+            throughput=lambda given, seconds: {"lengths": given.batch.lengths, "seconds": seconds},
+            timeline=Timeline("rank"),
+        )
         groups = sorted({*plan.groups_of(data_rank), *([1] if records else [])})
         answer, (span,) = actor.train(plan, references)
-        assert answer == [batch.contents[group] if group in groups else None for group in range(3)]
+        assert answer["contents"] == [batch.contents[group] if group in groups else None for group in range(3)]
+        assert answer["lengths"] is plan.batch.lengths and answer["seconds"] > 0
         assert (span.kind, span.args) == ("fetch", {"groups": len(groups)})
         assert fetched == [references[group] for group in groups]
     assert {len(plan.groups_of(data_rank)) for data_rank in range(2)} != {3}

@@ -104,6 +104,19 @@ def test_command_prints_shares_and_json_that_add_up(run, capsys):
     assert values["limit"] in values["seconds"]
 
 
+def test_command_prints_the_rate_of_a_trainer_rank_and_its_share_of_the_peak_if_the_run_has_them(tmp_path, capsys):
+    for found, text in (
+        ({}, ""),
+        ({"throughput/train_tflops": 412.5}, "a rank computes 412 TFLOP/s\n"),
+        ({"throughput/train_tflops": 412.5, "throughput/mfu": 0.4171}, "412 TFLOP/s, 41.7% of its peak (MFU)\n"),
+    ):
+        metrics = [*METRICS[:2], {**METRICS[2], **found}]
+        write_run(tmp_path, three_steps(), metrics=metrics, schedule=SCHEDULE, ledger=LEDGER)
+        assert main([str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert text in shown and ("TFLOP/s" in shown) == bool(text)
+
+
 @pytest.mark.parametrize(("reason", "text"), [("expired", "staleness=wait"), ("rollouts failed", "max_retries=2")])
 def test_an_override_for_drops_is_for_their_reason(tmp_path, reason, text):
     dropped = range(5, 9)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from rich.console import Console as Terminal
 
 from async_rl.files.rollouts import FOLDER, write_step
-from async_rl.metrics.console import LiveView, RunConsole
+from async_rl.metrics.console import _COLUMNS, LiveView, RunConsole
 from async_rl.metrics.curves import draw_curves
 from async_rl.metrics.lengths import Lengths, survival
 from async_rl.metrics.recorder import Recorder, StepRecord
@@ -408,6 +408,25 @@ def test_console_shows_throughput_and_idle_shares_over_the_last_batches(tmp_path
     assert "tok/s 50 " in last and "idle train 44%" in last, "(0.25 * 1 s + 0.5 * 3 s) / 4 s"
 
 
+def test_console_has_a_column_for_the_share_of_the_peak_once_a_step_has_it(tmp_path, capsys, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    for stdout in (None, terminal):
+        if stdout is not None:
+            monkeypatch.setattr("sys.stdout", stdout)
+        console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+        for step, mfu in ((1, {}), (2, {"throughput/mfu": 0.414})):
+            console.step(StepRecord(metrics={"train_step": step, **mfu}, staleness_tokens={}))
+        if console._view is not None:
+            drawn = Terminal(width=120, file=io.StringIO())
+            drawn.print(console._view._render())
+            lines = [line.split() for line in drawn.file.getvalue().splitlines()]
+            assert [line[-1] for line in lines if line and line[0] in ("step", "1", "2")] == ["mfu", "-", "41%"]
+        console.close()
+    without, having = capsys.readouterr().out.splitlines()
+    assert "mfu" not in without and "mfu 41%" in having
+
+
 @pytest.mark.filterwarnings("default")
 def test_warnings_of_libraries_go_to_the_log_only(tmp_path, capsys):
     console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
@@ -422,7 +441,7 @@ def test_live_view_shows_progress_warning_and_status():
     view.set_status("starting Ray")
     terminal = Terminal(width=120, file=io.StringIO())
     terminal.print(view._render())
-    view.add([str(i) for i in range(12)], step=12, left="03:00")
+    view.add({"idle train": "12%"}, step=12, left="03:00")
     view.set_footer("validation at step 10")
     view.set_status("")
     for text in ("rank 0 is slow", "replica-0 died\nthe end of its log"):
@@ -438,8 +457,22 @@ def test_live_view_shows_progress_warning_and_status():
 
 def test_live_view_cuts_no_number_and_shows_a_long_warning_in_80_columns():
     view = LiveView(total=1000, log=Path("outputs/calculator/logs/driver.log"))
-    cells = ["1000", "-0.305", "100%", "100%", "-10.01", "10.23", "1e-05", "100%", "128", "100%", "100%", "123456"]
-    view.add(cells, step=1000, left="600:00")
+    cells = [
+        "1000",
+        "-0.305",
+        "100%",
+        "100%",
+        "-10.01",
+        "10.23",
+        "1e-05",
+        "100%",
+        "128",
+        "100%",
+        "100%",
+        "123456",
+        "45%",
+    ]
+    view.add(dict(zip((title for title, _, _ in _COLUMNS), cells, strict=True)), step=1000, left="600:00")
     view.warn("rollout g12-t3 failed: " + "ValueError: no number in the answer " * 3 + "(/a/mine.py:12 in exact)")
     terminal = Terminal(width=80, file=io.StringIO())
     terminal.print(view._render())

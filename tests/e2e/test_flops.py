@@ -1,0 +1,127 @@
+"""The operations of a train step are those that torch counts in the trainer."""
+
+import contextlib
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.flops import peak_of, train_operations
+from async_rl.trainer.model.model import LoraConfig
+from async_rl.trainer.planning import Planner
+from tests.helpers import tiny_models
+from tests.helpers.loop_experts import loop_experts
+from tests.parallel.support import TRAINER, WARNINGS, make_batch, start_trainer, training_batch_of
+
+pytestmark = WARNINGS
+
+LENGTHS = (120, 70, 70)  # no attention bucket has padding
+MODELS = {
+    "qwen3": tiny_models.qwen3_dense_config(),
+    "qwen3_moe": tiny_models.qwen3_moe_config(),
+    "qwen2_moe": tiny_models.qwen2_moe_config(),
+    "glm4_moe": tiny_models.glm4_moe_config(),
+    "deepseek_v3": tiny_models.deepseek_v3_config(),
+    "deepseek_v3 without a query vector": tiny_models.deepseek_v3_config(q_lora_rank=None),
+    "gpt_oss": tiny_models.gpt_oss_config(),
+}
+
+
+def by_query(attention, q, k, v, *, mask):
+    """RowAttention._attend without sinks, one query at a time, so that only pairs that are not masked are counted."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    found = []
+    for i in range(q.shape[2]):
+        keys = torch.arange(i + 1) if mask is None else mask[i].nonzero().squeeze(1)
+        scores = q[:, :, i : i + 1] @ k[:, :, keys].transpose(2, 3) * attention.scale
+        found.append(scores.softmax(-1) @ v[:, :, keys])
+    return torch.cat(found, dim=2)
+
+
+def grouped(rows, weights, *_args, **_kwargs):
+    """Operations of a grouped product, [r, n] with [e, n, m], or its gradient for the weights, [n, r] with [r, m]."""
+    return 2 * rows[0] * rows[1] * weights[-1]
+
+
+def counted_and_expected(config, folder, *, lengths=LENGTHS, **settings):
+    """Operations of a train step by torch and by train_operations."""
+    from async_rl.trainer.model.attention import RowAttention
+
+    checkpoint = tiny_models.save_checkpoint(config, folder, seed=1)
+    routed = config.num_hidden_layers - (getattr(config, "first_k_dense_replace", 0) or 0)
+    routed -= len(getattr(config, "mlp_only_layers", None) or ())
+    batch = training_batch_of(make_batch(lengths, layers=routed))
+    dense, biased = config.model_type == "qwen3", config.model_type == "gpt_oss"
+    replay = "none" if dense else "R3"
+    with contextlib.nullcontext() if biased else loop_experts():
+        trainer = start_trainer(checkpoint, router_replay=replay, **{"micro_batch_tokens": 150, **settings})
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
+    try:
+        with mock.patch.object(RowAttention, "_attend", by_query), counter:
+            trainer.train(batch)
+        expected = train_operations(
+            trainer.model.shape,
+            batch.lengths,
+            num_loss_tokens=int(batch.num_loss_tokens.sum()),
+            lora=settings.get("lora", LoraConfig()),
+        )
+        return counter.get_total_flops(), expected
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_of_a_train_step_are_those_that_torch_counts(name, tmp_path):
+    counted, expected = counted_and_expected(MODELS[name], tmp_path)
+    assert counted == pytest.approx(expected, rel=2e-4)  # the metrics add 360 operations for each token in the loss
+
+
+@pytest.mark.parametrize("modules", [(), ("q_proj", "down_proj")], ids=["all", "some"])
+def test_operations_with_adapters_leave_out_gradients_of_frozen_weights(modules, tmp_path):
+    lora = LoraConfig(rank=1, target_modules=modules)
+    config = tiny_models.qwen3_moe_config(vocab_size=1000)
+    counted, expected = counted_and_expected(
+        config, tmp_path, lengths=(360, 210, 210), lora=lora, micro_batch_tokens=1000
+    )
+    assert counted == pytest.approx(expected, rel=1e-2)  # the merging of adapters adds less
+
+
+def test_speed_is_that_of_the_forwarded_sequences_on_each_rank(checkpoint):
+    padded = make_batch()
+    padded["informative"] = torch.arange(6) < 4
+    batch = training_batch_of(padded)
+    trainer = start_trainer(checkpoint, peak_flops=1e9, loss=DecoupledPPO(count="informative"))
+    plan = Planner(config=TRAINER, loss=DecoupledPPO(count="informative")).policy(batch)
+    operations = train_operations(
+        trainer.model.shape,
+        batch.lengths[:4],
+        num_loss_tokens=int(batch.num_loss_tokens[:4].sum()),
+        lora=LoraConfig(),
+    )
+    with mock.patch.object(trainer, "_config", replace(TRAINER, ranks=4)):
+        found = trainer.throughput(plan, seconds=2.0)
+    assert found == {
+        "throughput/train_tflops": pytest.approx(operations / 8e12),
+        "throughput/mfu": pytest.approx(operations / 8e9),
+    }
+    assert start_trainer(checkpoint).throughput(plan, seconds=2.0).keys() == {"throughput/train_tflops"}
+    assert trainer.throughput(replace(plan, updates=[None]), seconds=2.0) == {}
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GeForce RTX 3090", None),
+    ],
+)
+def test_peak_is_that_of_the_whole_device(device, peak):
+    assert peak_of(device) == peak
