@@ -18,7 +18,7 @@ FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds first-model first-model-seeds test test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
+.PHONY: run seeds first-model first-model-seeds test test-all test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
 	setup-sglang setup-agents staleness bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
@@ -86,6 +86,10 @@ first-model-seeds: setup $(FIRST_MODEL)/model/config.json
 	$(BIN)/python -m async_rl.report outputs/first_model-full[012] outputs/first_model-lora[012] --out outputs/first_model-seeds
 
 test: setup setup-sglang
+	$(PYTEST) -m "not mutations and not nightly" $(TESTS) $(ARGS)
+
+# The whole: every engine with every family and layout, more seeds, longer runs.
+test-all: setup setup-sglang
 	$(PYTEST) -m "not mutations" $(TESTS) $(ARGS)
 
 # The simulator finds every defect that is planted in the control code.

@@ -182,6 +182,7 @@ def stored_by(run, worker):
         return {group for (group,) in database.execute("SELECT DISTINCT group_id FROM records")}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_outlives_nodes_with_a_replica_a_worker_and_the_trainer(environment, tmp_path):
     run, warm, gate, nodes = (tmp_path / name for name in ("run", "warm", "gate", "nodes"))

@@ -47,6 +47,11 @@ FAMILIES = {
     "sglang-mixtral": sglang_support.mixtral,
     "sglang-glm4_moe": sglang_support.glm4_moe,
 }
+EACH_PUSH = {"vllm-deepseek_v3", "vllm-olmoe", "sglang-glm4_moe", "vllm-tp2-ep2", "sglang-tp2"}
+
+
+def further(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.nightly)
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +84,7 @@ async def serving(
         await replica.close()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name if name in EACH_PUSH else further(name) for name in FAMILIES])
 async def test_a_family_agrees_free_forced_updated_and_resumed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -251,7 +256,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name if name in EACH_PUSH else further(name) for name in LAYOUTS])
 async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

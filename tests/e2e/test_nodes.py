@@ -182,6 +182,7 @@ async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(clust
     assert served.stores == []
 
 
+@pytest.mark.nightly
 async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first_process(cluster: None, tmp_path: Path):
     sglang_support.require_sglang()
     config = sglang_support.config(kv_cache_tokens=4096, nodes=NODES, tensor_parallel=NODES)

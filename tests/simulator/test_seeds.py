@@ -14,7 +14,6 @@ from async_rl.simulator.outcome import run_scenario, run_seed
 from async_rl.simulator.scenario import KINDS, Fault, draw_scenario
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 1000
 HASHES = "from async_rl.simulator.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
 A_SET_OF_NAMES = """
 from async_rl.inference.pool import ReplicaPool
@@ -25,8 +24,9 @@ ReplicaPool.__init__ = lambda self, replicas, **of: whole(
 
 
 @pytest.mark.timeout(900)
-def test_every_invariant_holds_under_faults():
-    outcomes = list(run_seeds(range(SEEDS), jobs=2))
+@pytest.mark.parametrize("seeds", [range(400), pytest.param(range(400, 1400), marks=pytest.mark.nightly)], ids=len)
+def test_every_invariant_holds_under_faults(seeds):
+    outcomes = list(run_seeds(seeds, jobs=2))
     failed = [(outcome.command, outcome.text) for outcome in outcomes if outcome.invariant]
     assert not failed, failed[:5]
     happened = {fault.kind for outcome in outcomes for fault in outcome.fired}
