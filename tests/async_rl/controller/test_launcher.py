@@ -15,8 +15,8 @@ from async_rl.run import causes
 class FakePlacement:
     """A placement of a run on one node. error: raised by its watch; None watches until it is cancelled."""
 
-    def __init__(self, error=None, lacks=None):
-        self.error, self.lacks, self.watched = error, lacks, None
+    def __init__(self, error=None, lacks=None, split=0):
+        self.error, self.lacks, self.split, self.watched = error, lacks, split, None
         self.required = {}
 
     def shortage(self):
@@ -24,6 +24,9 @@ class FakePlacement:
 
     async def ready(self):
         pass
+
+    def split_groups(self, size):
+        return self.split
 
     def require_shared_memory(self):
         pass
@@ -93,6 +96,18 @@ async def test_a_shortage_of_the_cluster_is_shown_while_the_run_waits(monkeypatc
     made = program_of(tmp_path, monkeypatch, placement=FakePlacement(lacks="the run needs 9 GPU"), run=run)
     await made.run()
     assert "the run needs 9 GPU" in (tmp_path / "logs" / "driver.log").read_text()
+
+
+@pytest.mark.parametrize("split", [0, 2])
+async def test_groups_of_ranks_over_several_nodes_are_warned_about(split, monkeypatch, tmp_path):
+    async def run(*_args, **_options):
+        return True
+
+    layout = ("trainer.ranks=4", "trainer.parallel.tensor=2")
+    placed = FakePlacement(split=split)
+    await program_of(tmp_path, monkeypatch, placement=placed, run=run, overrides=layout).run()
+    told = (tmp_path / "logs" / "driver.log").read_text()
+    assert ("2 of 2 tensor, context or expert groups (2 trainer ranks each)" in told) is bool(split)
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
