@@ -56,6 +56,14 @@ async def test_run_shell_returns_the_signal_that_ended_the_command():
     assert (await run_shell("kill -9 $$")).exit_code == 137
 
 
+async def test_packages_below_the_working_directory_of_programs_are_seen(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("VALUE = 7")
+    tmp_path.chmod(0o755)  # programs of root have another user
+    monkeypatch.setattr(sandbox.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert tmp_path.is_relative_to(sandbox.WORK)
+    assert (await run_python("import mine\nprint(mine.VALUE)")).stdout == "7\n"
+
+
 async def test_a_program_may_import_the_packages_of_the_caller():
     assert (await run_python("import numpy\nprint(numpy.ones(3).sum())")).stdout == "3.0\n"
 

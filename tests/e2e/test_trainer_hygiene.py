@@ -58,6 +58,15 @@ def test_weight_decay_spares_norms_and_biases(tmp_path, split):
         assert torch.allclose(after[name], factor * tensor, rtol=numerics.rounding(4)), name
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_an_update_is_one_fused_kernel_per_weight(checkpoint, split, monkeypatch):
+    calls, fused = [], torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *given, **options: calls.append(1) or fused(*given, **options))
+    trainer = start_trainer(checkpoint, optimizer=OptimizerConfig(lr=1e-3), distributed_optimizer=split)
+    trainer.train(make_batch(seed=1))
+    assert calls
+
+
 def test_memory_of_large_tensors_is_used_for_the_next_ones(checkpoint):
     start_trainer(checkpoint)
 
