@@ -7,7 +7,6 @@ Both trainers run in this process on the same batches with R3, in turns. The loo
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from benchmarks.replay_overhead import SIZES, load_batch
+from benchmarks.replay_overhead import SIZES, load_batch, parse
 from benchmarks.support import Variant, markdown_table, show, trainers_side_by_side
 from benchmarks.train_steps import paired_ratio, time_in_turns
 from tests.helpers.loop_experts import loop_experts
@@ -31,11 +30,7 @@ ADAM = OptimizerConfig(lr=1e-6)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=12)
-    arguments = parser.parse_args()
+    arguments = parse(__doc__)
     torch.manual_seed(0)
     rows: list[Sequence[str]] = []
     with tempfile.TemporaryDirectory() as folder:

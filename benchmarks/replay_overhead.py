@@ -98,12 +98,17 @@ def compare(name: str, trainers: dict[str, TrainerRank], batch: TrainingBatch, *
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse(description: str | None) -> argparse.Namespace:
+    """Models, threads and rounds from the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=12)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse(__doc__)
     torch.manual_seed(0)
     rows: list[Sequence[str]] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ def train_operations(shape: ModelShape, lengths: NDArray[np.int64], *, num_loss_
     Args:
         shape: properties of the model.
         lengths: int64 [S], tokens of each sequence.
-        num_loss_tokens: tokens in the loss, which are those with logits.
+        num_loss_tokens: tokens in the loss; only these have logits.
         lora: settings of the adapters.
     """
     model, tokens, longest = shape.megatron, int(lengths.sum()), shape.context_length

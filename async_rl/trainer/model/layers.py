@@ -2,8 +2,8 @@
 
 There are two specs: local, and Transformer Engine. The latter fuses a norm into the following linear layer and has a
 parameter for each expert, so that the names of weights differ. `local_name` maps them to the names of the local spec,
-which the rest of the package uses. Of the local spec's experts, which are one parameter per linear layer, `each_expert`
-gives the weights one by one.
+and the rest of the package uses these. The experts of the local spec are one parameter per linear layer; `each_expert`
+gives their weights one by one.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def is_grouped(name: str) -> bool:
 
 
 def each_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (local name, weight) of each expert in a weight of all of them, else the weight itself.
+    """Yield (local name, weight) of each expert in a grouped weight, else the weight itself.
 
     `mlp.experts.linear_fc1.weight` [8, 128, 64] gives `mlp.experts.local_experts.5.linear_fc1.weight` [128, 64] as the
     sixth. Each shares its memory with the whole, and has the attributes `whole` and `expert`, here 5.

@@ -55,8 +55,8 @@ class LayerAdapters(nn.ModuleDict):
         query_groups: number of key-value heads on this rank.
         scale: factor of B A.
         split: ranks with parts of the weight, or of its rows of tokens.
-        dimension: of the weight of the layer or of an expert, that is split; None if each rank has the complete weight
-            for some of the tokens.
+        dimension: dimension of the weight, of the layer or of an expert, that is split; None if each rank has the
+            complete weight for some of the tokens.
     """
 
     def __init__(
