@@ -21,6 +21,7 @@ from async_rl.files.command import prog
 from async_rl.simulator.outcome import Outcome, run_briefly, run_seed, shrink, summary
 
 CHUNK = 20  # seeds that a process is given together
+CHUNKS = 20  # that a process runs before another takes its place, because memory of many simulations adds up
 LAST_EVENTS = 60
 PROGRESS = 1_000  # seeds between two lines of progress
 
@@ -40,7 +41,7 @@ def run_seeds(seeds: Iterable[int], *, jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
         yield from map(run_briefly, seeds)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=CHUNKS) as pool:
         yield from pool.map(run_briefly, seeds, chunksize=CHUNK)
 
 

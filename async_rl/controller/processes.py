@@ -27,6 +27,7 @@ from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.cluster.remains import no_remains
 from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.config import RunConfig
+from async_rl.controller.summary import with_room_for_twin
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.rollouts import FOLDER
@@ -310,7 +311,7 @@ class Processes:
         config = self._config
         first, *others = self._placement.replica(slot)
         replica = await ReplicaClient.start(
-            config.engine,
+            with_room_for_twin(config, self._checkpoint),
             name=name,
             checkpoint=self._checkpoint,
             capture_routing=config.captures_routing,

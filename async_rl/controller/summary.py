@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -13,13 +14,13 @@ from safetensors import safe_open
 from async_rl.config import RunConfig
 from async_rl.files.masking import masked
 from async_rl.inference.checkpoint_weights import weight_files
-from async_rl.inference.serving import kv_bytes_per_token
+from async_rl.inference.select import EngineConfig
+from async_rl.inference.serving import gpu_bytes, kv_bytes_per_token
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.weights.model_info import is_quantized, read_model_info
 from async_rl.weights.quantized import plain_sizes
 
 GIB = 1 << 30
-ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
 MOST_LR = 5e-5  # for all weights of a trained model; 1e-6 is usual
 LEAST_TOKENS = 512  # of a rollout of a language model, prompt included
 
@@ -103,6 +104,13 @@ def engine_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
     return {"weights": weights, **({"their twin (sync.mode=staged)": weights} if config.sync.mode == "staged" else {})}
 
 
+def with_room_for_twin(config: RunConfig, checkpoint: Path) -> EngineConfig:
+    """The engine's settings, with the room of the second copy of the weights that `sync.mode=staged` loads into."""
+    if config.sync.mode != "staged":
+        return config.engine
+    return replace(config.engine, twin_bytes=math.ceil(engine_memory(config, checkpoint)["weights"]))
+
+
 def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
     """Settings that are far from practice; the run starts with them.
 
@@ -132,13 +140,6 @@ def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
         room = gpu_bytes() * config.engine.gpu_memory_utilization - sum(engine_memory(config, checkpoint).values())
         if room < _kv_bytes(config, checkpoint) / config.engine.max_num_seqs:
             yield "an engine rank has no room for the K/V of one request: raise engine.tensor_parallel"
-
-
-def gpu_bytes() -> float:
-    """Memory of the first GPU of this machine; that of an H100 if it has none."""
-    import torch
-
-    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else ASSUMED_GPU_BYTES
 
 
 def _kv_bytes(config: RunConfig, checkpoint: Path) -> float:

@@ -11,6 +11,7 @@ from async_rl.weights.model_info import ModelInfo
 
 LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel", "nodes")
 DTYPES = ("float32", "bfloat16", "float16")
+ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
 Device = Literal["cpu", "cuda"]
 
 
@@ -40,7 +41,10 @@ class ServingConfig:
     max_num_batched_tokens: int = 2048
     """Most tokens in one engine step, of each data-parallel group; for SGLang, in one prefill step."""
     gpu_memory_utilization: float = 0.85
-    """Share of a GPU's memory for weights and K/V, in (0, 1]."""
+    """Share of a GPU's memory for weights, their twin and K/V, in (0, 1]."""
+    twin_bytes: int = 0
+    """Bytes of this share that the engine leaves to the twin of a rank's weights; a run with `sync.mode=staged` sets
+    it."""
     tensor_parallel: int = 1
     """Tensor-parallel ranks of each data-parallel group of a replica."""
     data_parallel: int = 1
@@ -85,6 +89,8 @@ class ServingConfig:
             )
         if self.max_model_len < 2:
             raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
+        if self.twin_bytes < 0:
+            raise ValueError(f"engine.twin_bytes is {self.twin_bytes}; must be >= 0")
         for name in ("load_timeout_s", "start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
@@ -102,6 +108,21 @@ class ServingConfig:
     def is_eager(self, device: Device) -> bool:
         """Whether the engine runs without graphs."""
         return device == "cpu" if self.enforce_eager is None else self.enforce_eager
+
+    def gpu_share(self) -> float:
+        """Share of a GPU of this machine that the engine itself may take: without the twin.
+
+        Raises:
+            ValueError: nothing is left.
+        """
+        share = self.gpu_memory_utilization - (self.twin_bytes / gpu_bytes() if self.twin_bytes else 0.0)
+        if share <= 0:
+            raise ValueError(
+                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}, and the twin of the "
+                f"weights takes {self.twin_bytes / gpu_bytes():.3g} (sync.mode=staged); raise engine.tensor_parallel, "
+                "or use sync.mode=at_once"
+            )
+        return share
 
     @property
     def ranks(self) -> int:
@@ -192,6 +213,20 @@ def head_size(fields: Mapping[str, Any]) -> int:
     """Channels of an attention head; 0 if config.json does not say."""
     heads = fields.get("num_attention_heads")
     return fields.get("head_dim") or (fields.get("hidden_size", 0) // heads if heads else 0)
+
+
+def gpu_bytes() -> float:
+    """Memory of the first GPU of this machine, without a CUDA context; that of an H100 if it has none."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports] - of the requirements for GPUs
+    except ImportError:
+        return ASSUMED_GPU_BYTES
+    nvml: Any = pynvml
+    try:
+        nvml.nvmlInit()
+        return float(nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(0)).total)
+    except nvml.NVMLError:
+        return ASSUMED_GPU_BYTES
 
 
 def device_of(config: ServingConfig) -> Device:

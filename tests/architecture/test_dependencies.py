@@ -20,6 +20,7 @@ DISTRIBUTIONS = {  # if the name differs from that of the import
     "math_verify": "math-verify",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
+    "pynvml": "nvidia-ml-py",
     "prometheus_client": "prometheus-client",
     "yaml": "pyyaml",
 }

@@ -12,7 +12,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from async_rl.config import CONFIGS, load_config, preset_names
-from async_rl.controller.summary import ASSUMED_GPU_BYTES, GIB, engine_memory, rank_memory
+from async_rl.controller.summary import GIB, engine_memory, rank_memory
+from async_rl.inference.serving import ASSUMED_GPU_BYTES
 from tests.docs.pages import ROOT, module_of
 from tests.helpers.full_size import save_empty
 

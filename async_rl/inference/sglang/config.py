@@ -230,7 +230,7 @@ def server_arguments(
 def _device_arguments(config: SglangConfig, *, capture_routing: bool) -> dict[str, Any]:
     if device_of(config) == "cuda":
         return {
-            "mem_fraction_static": config.gpu_memory_utilization,
+            "mem_fraction_static": config.gpu_share(),
             "disable_prefill_cuda_graph": capture_routing,  # a graph bypasses the hook that forces experts
             "max_total_tokens": config.kv_cache_tokens,
         }

@@ -286,7 +286,7 @@ def engine_args(
             "data_parallel_rpc_port": place.port + 1,
         }
     if device_of(config) == "cuda":
-        args |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+        args |= {"gpu_memory_utilization": config.gpu_share()}
         if config.block_size is not None:
             args["block_size"] = config.block_size
     else:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
+from safetensors.torch import load_file
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.clients import TrainerLostError
@@ -134,6 +135,24 @@ async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path)
     async with contextlib.AsyncExitStack() as stack:
         await processes_of(tmp_path, stack, placement=FakePlacement())._start_replica(slot=1, name="replica-2")
     assert started == [("replica 1", ["replica 1 node 1"])]
+
+
+@pytest.mark.parametrize("mode", ["at_once", "staged"])
+async def test_a_replica_that_stages_knows_the_size_of_its_twin(mode, monkeypatch, tmp_path):
+    started = []
+
+    async def start(config, **_):
+        started.append(config)
+        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+
+    monkeypatch.setattr(processes.ReplicaClient, "start", start)
+    folder = tiny_models.save_checkpoint(tiny_models.qwen3_moe_config(), tmp_path / "model", seed=0)
+    async with contextlib.AsyncExitStack() as stack:
+        running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=[f"sync.mode={mode}"])
+        running._checkpoint = folder
+        await running._start_replica(slot=0, name="replica-0")
+    values = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    assert started[0].twin_bytes == (4 * values if mode == "staged" else 0)
 
 
 async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(monkeypatch, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 
 from async_rl.config import CONFIGS, load_config, preset_names
 from async_rl.controller.preflight import check_run
-from async_rl.controller.summary import engine_memory, gpu_bytes, parameters_of, rank_memory, rank_parts, summary
+from async_rl.controller.summary import engine_memory, parameters_of, rank_memory, rank_parts, summary
+from async_rl.inference.serving import gpu_bytes
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from tests.helpers.full_size import PARAMETERS, save_empty
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from async_rl.inference import serving
 from async_rl.inference.sglang import config as sglang
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm import config as vllm
@@ -171,3 +172,17 @@ def test_replica_module_imports_no_engine(engine):
         f"import sys, async_rl.inference.{engine}.engine; assert not {{'sglang', 'vllm', 'ray'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_engine_leaves_the_room_of_the_twin_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "gpu_bytes", lambda: 40e9)
+    staged = {"device": "cuda", "gpu_memory_utilization": 0.8, "twin_bytes": int(8e9)}
+    model = check(VllmConfig(**staged), tmp_path, QWEN)
+    args = vllm.engine_args(VllmConfig(**staged), model, capture_routing=True)
+    assert args["gpu_memory_utilization"] == pytest.approx(0.6)
+    given = sglang.server_arguments(
+        SglangConfig(**staged), tmp_path, port=1, served_name="n", label="first", capture_routing=True
+    )
+    assert float(given[given.index("--mem-fraction-static") + 1]) == pytest.approx(0.6)
+    with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization is 0\.8.*tensor_parallel"):
+        VllmConfig(**{**staged, "twin_bytes": int(32e9)}).gpu_share()
