@@ -145,7 +145,7 @@ def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
 def _kv_bytes(config: RunConfig, checkpoint: Path) -> float:
     """Bytes of the K/V of `max_num_seqs` requests of full length, on one engine rank."""
     engine, fields = config.engine, json.loads((checkpoint / "config.json").read_text())
-    each = engine.max_model_len * kv_bytes_per_token(fields, dtype=engine.dtype)
+    each = engine.max_model_len * kv_bytes_per_token(fields, engine)
     return engine.max_num_seqs * each / engine.tensor_parallel
 
 

@@ -11,6 +11,7 @@ from async_rl.weights.model_info import ModelInfo
 
 LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel", "nodes")
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
 Device = Literal["cpu", "cuda"]
 
@@ -45,6 +46,9 @@ class ServingConfig:
     twin_bytes: int = 0
     """Bytes of this share that the engine leaves to the twin of a rank's weights; a run with `sync.mode=staged` sets
     it."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Data type of K/V; `auto` is `dtype`. With 8 bits, on a GPU only, engine and trainer differ more: the run ends if
+    that exceeds the bound of its probe (`mismatch`)."""
     tensor_parallel: int = 1
     """Tensor-parallel ranks of each data-parallel group of a replica."""
     data_parallel: int = 1
@@ -71,6 +75,8 @@ class ServingConfig:
             raise ValueError(f"engine.name is {self.name!r}; this configuration is for engine {self.ENGINE!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
+        if self.kv_cache_dtype not in KV_DTYPES:
+            raise ValueError(f"engine.kv_cache_dtype is {self.kv_cache_dtype!r}; use one of {', '.join(KV_DTYPES)}")
         if self.dtype not in DTYPES:
             raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
         for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "threads", *LAYOUT):
@@ -155,6 +161,8 @@ def serving_problems(
             f"engine.max_model_len is {config.max_model_len}, more than the {info.context_length} positions of "
             f"{checkpoint}; lower it"
         )
+    if config.kv_cache_dtype != "auto" and device_of(config) == "cpu":
+        yield f"engine.kv_cache_dtype is {config.kv_cache_dtype} on the CPU, where only `auto` works; use a GPU, or auto"
     yield from _split_problems(config, info, fields)
     yield from _expert_problems(config, info, fields)
 
@@ -194,7 +202,7 @@ def _expert_problems(config: ServingConfig, info: ModelInfo, fields: Mapping[str
         )
 
 
-def kv_bytes_per_token(fields: Mapping[str, Any], *, dtype: str) -> int:
+def kv_bytes_per_token(fields: Mapping[str, Any], config: ServingConfig) -> int:
     """Bytes of the keys and values of one token in all layers; 0 if config.json does not have their sizes.
 
     2 layers of 2 key-value heads with 32 channels in float32: 2 * 2 * 2 * 32 * 4 = 1024.
@@ -206,7 +214,8 @@ def kv_bytes_per_token(fields: Mapping[str, Any], *, dtype: str) -> int:
         channels = 2 * head_size(fields) * (fields.get("num_key_value_heads") or heads)
     else:
         return 0
-    return layers * channels * (4 if dtype == "float32" else 2)
+    width = 1 if config.kv_cache_dtype != "auto" else 4 if config.dtype == "float32" else 2
+    return layers * channels * width
 
 
 def head_size(fields: Mapping[str, Any]) -> int:

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import packing, replay_overhead, scale
+from async_rl.run import main
+from benchmarks import gpu_runs, packing, replay_overhead, scale
 from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import trainers_side_by_side
@@ -80,3 +81,16 @@ def test_scale_goes_through_the_processes_of_a_run(tmp_path, monkeypatch, capsys
     rows = [line.split("|")[1:4] for line in seen.out.splitlines() if line.startswith(f"| {scale.BATCH} ")]
     assert [[int(cell) for cell in row] for row in rows] == 2 * [[scale.BATCH, 2, 32], [scale.BATCH, 2, 64]]
     assert "nan" not in seen.out
+
+
+def test_whole_runs_of_one_gpu_run_on_the_cpu(tmp_path):
+    rows = gpu_runs.main(["--device", "cpu", "--runs", "async", "--steps", "2", "--keep", str(tmp_path)])
+    assert rows["async"]["rows"] == "100.00%"
+    assert float(rows["async"]["k3 at equal weights"]) < 1e-9
+
+
+@pytest.mark.parametrize("name", gpu_runs.RUNS)
+def test_settings_of_runs_on_a_gpu_are_accepted(name, tmp_path, capsys):
+    model = gpu_runs.save_model(tmp_path / "model", device="cpu")
+    arguments = gpu_runs.settings(name, device="cuda", checkpoint=model)
+    assert main(["--check", *arguments, f"output_dir={tmp_path / 'run'}"]) == 0, capsys.readouterr().err

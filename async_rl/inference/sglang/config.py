@@ -231,6 +231,7 @@ def _device_arguments(config: SglangConfig, *, capture_routing: bool) -> dict[st
     if device_of(config) == "cuda":
         return {
             "mem_fraction_static": config.gpu_share(),
+            "kv_cache_dtype": config.kv_cache_dtype,
             "disable_prefill_cuda_graph": capture_routing,  # a graph bypasses the hook that forces experts
             "max_total_tokens": config.kv_cache_tokens,
         }

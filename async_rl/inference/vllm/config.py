@@ -196,7 +196,7 @@ def _kv_cache_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
 
 def _request_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
     """Bytes of the keys and values of one request of full length, on one rank."""
-    return config.max_model_len * kv_bytes_per_token(fields, dtype=config.dtype) // config.tensor_parallel
+    return config.max_model_len * kv_bytes_per_token(fields, config) // config.tensor_parallel
 
 
 def _why_unforcible(device: Device | None, info: ModelInfo, *, capture_routing: bool) -> str | None:
@@ -286,7 +286,7 @@ def engine_args(
             "data_parallel_rpc_port": place.port + 1,
         }
     if device_of(config) == "cuda":
-        args |= {"gpu_memory_utilization": config.gpu_share()}
+        args |= {"gpu_memory_utilization": config.gpu_share(), "kv_cache_dtype": config.kv_cache_dtype}
         if config.block_size is not None:
             args["block_size"] = config.block_size
     else:

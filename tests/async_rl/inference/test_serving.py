@@ -186,3 +186,27 @@ def test_engine_leaves_the_room_of_the_twin_on_a_gpu(tmp_path, monkeypatch):
     assert float(given[given.index("--mem-fraction-static") + 1]) == pytest.approx(0.6)
     with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization is 0\.8.*tensor_parallel"):
         VllmConfig(**{**staged, "twin_bytes": int(32e9)}).gpu_share()
+
+
+@pytest.mark.parametrize("engine", EVERY)
+def test_kv_in_8_bits_is_for_gpus(engine, tmp_path):
+    small = {"kv_cache_dtype": "fp8_e4m3"}
+    with pytest.raises(ValueError, match=r"engine\.kv_cache_dtype is fp8_e4m3 on the CPU"):
+        check(engine(device="cpu", **small), tmp_path, QWEN)
+    with pytest.raises(ValueError, match=r"engine\.kv_cache_dtype is 'int4'; use one of auto"):
+        engine(kv_cache_dtype="int4")
+    model = check(engine(device="cuda", **small), tmp_path, QWEN)
+    if engine is VllmConfig:
+        args = vllm.engine_args(engine(device="cuda", **small), model, capture_routing=True)
+        assert args["kv_cache_dtype"] == "fp8_e4m3"
+    else:
+        given = sglang.server_arguments(
+            engine(device="cuda", **small), tmp_path, port=1, served_name="n", label="first", capture_routing=True
+        )
+        assert given[given.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
+
+
+def test_kv_in_8_bits_takes_a_quarter_of_float32():
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 2}
+    assert serving.kv_bytes_per_token(fields, VllmConfig()) == 2 * 2 * 2 * 32 * 4
+    assert serving.kv_bytes_per_token(fields, VllmConfig(kv_cache_dtype="fp8_e5m2")) == 2 * 2 * 2 * 32
