@@ -38,16 +38,14 @@ def attend_to_prefix(
     """
     queries, keys = q.shape[2], k.shape[2]
     if window is None or keys <= window:
-        return _with_sinks(q, k, v, scale=scale, sinks=sinks, mask=None)
-    end = min(queries + window - 1, keys)
-    k, v = (x[:, :, keys - end :] for x in (k, v))
+        return _attend(q, k, v, scale=scale, sinks=sinks, mask=None)
     mask_of = functools.cache(functools.partial(_window_mask, q, window=window, has_sinks=sinks is not None))
     parts: list[Tensor] = []
-    end -= queries
+    end = keys - queries
     for block in q.split(BLOCK, dim=2):
         start, end = max(end - window + 1, 0), end + block.shape[2]
-        near = (x[:, :, start:end] for x in (k, v))
-        parts.append(_with_sinks(block, *near, scale=scale, sinks=sinks, mask=mask_of(block.shape[2], end - start)))
+        mask = mask_of(block.shape[2], end - start)
+        parts.append(_attend(block, k[:, :, start:end], v[:, :, start:end], scale=scale, sinks=sinks, mask=mask))
     return torch.cat(parts, dim=2)
 
 
@@ -70,7 +68,7 @@ def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, 
     return q, k + marked, v
 
 
-def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None, mask: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, sinks: Tensor | None, mask: Tensor | None) -> Tensor:
     if sinks is None:
         return _kernel(q, k, v, scale=scale, mask=mask)
     return _kernel(*with_sinks(q, k, v, sinks / scale), scale=scale, mask=mask)[..., :-SINK_CHANNELS]
