@@ -109,6 +109,7 @@ def _window_mask(q: Tensor, queries: int, keys: int, *, window: int, has_sinks: 
 
     The result has the type of q, because kernels would copy a bool mask for each call.
     """
-    distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-    mask = q.new_zeros(queries, keys).masked_fill((distance < 0) | (distance >= window), -torch.inf)
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+    allowed = allowed.tril(keys - queries).triu(keys - queries - window + 1)
+    mask = q.new_zeros(queries, keys).masked_fill(~allowed, -torch.inf)
     return F.pad(mask, (int(has_sinks), 0))
