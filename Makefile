@@ -146,6 +146,7 @@ contracts: setup
 bench: setup
 	$(BIN)/python benchmarks/train_throughput.py
 	$(BIN)/python benchmarks/logprob_memory.py
+	$(BIN)/python benchmarks/context_memory.py
 	$(BIN)/python benchmarks/recording.py
 	$(BIN)/python benchmarks/replay_overhead.py
 	$(BIN)/python benchmarks/packing.py

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def save_model(folder: Path, *, device: str) -> Path:
     tokenizer, size = build_tokenizer(), MODEL[device]
     config = transformers.Qwen3MoeConfig(
         **size, vocab_size=len(tokenizer), num_attention_heads=size["hidden_size"] // 64, num_key_value_heads=1,  # pyright: ignore[reportCallIssue, reportArgumentType]
-        head_dim=64, num_experts_per_tok=max(2, size["num_experts"] // 8), intermediate_size=4 * size["hidden_size"],
+        head_dim=64,  # pyright: ignore[reportCallIssue]
+        num_experts_per_tok=max(2, size["num_experts"] // 8), intermediate_size=4 * size["hidden_size"],
         norm_topk_prob=True, tie_word_embeddings=False, max_position_embeddings=8192, decoder_sparse_step=1,
         mlp_only_layers=[],
     )  # fmt: skip
@@ -88,7 +89,7 @@ def save_model(folder: Path, *, device: str) -> Path:
 
 
 @contextlib.contextmanager
-def most_gpu_memory(device: str) -> Iterator[list[float]]:
+def most_gpu_memory(device: str) -> Generator[list[float]]:
     """A list whose one item becomes the most bytes that all processes have used on the GPU."""
     most, ended = [0.0], threading.Event()
     if device != "cuda":

@@ -27,7 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
-from benchmarks.support import markdown_table, resident_bytes, show
+from benchmarks.support import markdown_table, peak_growth, show
 from benchmarks.train_steps import paired_ratio, time_in_turns
 
 Way = Callable[[], tuple[Tensor, Tensor]]
@@ -70,11 +70,12 @@ def peak_memory(name: str, arguments: argparse.Namespace) -> int:
     """Bytes by which one step increases the peak of this process beyond its inputs and their gradients."""
     found, inputs = ways(arguments)
     gradients = [torch.zeros_like(tensor) for tensor in inputs]
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
-    before = resident_bytes("VmRSS")
-    del gradients
-    step(found[name], inputs)
-    return resident_bytes("VmHWM") - before
+
+    def measured() -> None:
+        gradients.clear()
+        step(found[name], inputs)
+
+    return peak_growth(measured)
 
 
 def main() -> None:

@@ -30,12 +30,12 @@ MODELS = {
 }
 
 
-def by_query(attention, q, k, v, *, mask):
+def by_query(attention, q, k, v):
     """RowAttention._attend without sinks, one query at a time, so that only pairs that are not masked are counted."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     found = []
     for i in range(q.shape[2]):
-        keys = torch.arange(i + 1) if mask is None else mask[i].nonzero().squeeze(1)
+        keys = slice(max(0, i + 1 - attention.window) if attention.window else 0, i + 1)
         scores = q[:, :, i : i + 1] @ k[:, :, keys].transpose(2, 3) * attention.scale
         found.append(scores.softmax(-1) @ v[:, :, keys])
     return torch.cat(found, dim=2)

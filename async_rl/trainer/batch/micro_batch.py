@@ -8,6 +8,7 @@ tensor-parallel part of its rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -31,12 +32,25 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionBucket:
-    """Consecutive slots that one attention call views as [sequences, width]."""
+    """Consecutive slots that attention views as [sequences, width].
+
+    A sequence of 8 rows on rank 0 of 2 context ranks has width=8, chunk=2 and ends=(2, 8): its rows 0 and 1 attend to
+    the slots 0 and 1, its rows 6 and 7 to the slots 0 to 7.
+    """
 
     sequences: int
-    """Sequences in the call."""
+    """Sequences in the bucket."""
     width: int
     """Slots of each sequence, padding included."""
+    chunk: int
+    """Queries of each chunk of a sequence; `width` without context parallelism."""
+    ends: tuple[int, ...]
+    """For each chunk of a sequence on this rank: slots from the start of the sequence to the end of the chunk."""
+
+    @property
+    def queries(self) -> int:
+        """Queries of this rank."""
+        return self.sequences * self.chunk * len(self.ends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +70,8 @@ class PackedRows:
         rank 0   positions   0  1  6  7  0  3       rank 1   positions   2  3  4  5  1  2
                  index       0  1 -1 -1  6 -1                index       2  3  4  5  7  8
                  next_index  1  2 -1 -1  7 -1                next_index  3  4  5 -1  8 -1
+        slot_row  0  1  6  7  8  9  2  3  4 10 11  5  (buckets of width 8 and 4)
+        row_slot  0  1  6  7  8 11  2  3  4  5  9 10
         boundaries  0  8  12
     """
 
@@ -68,15 +84,12 @@ class PackedRows:
     segments: Tensor
     """int64 [t], number of the sequence in the micro-batch; padding at the end is a sequence of its own."""
     buckets: tuple[AttentionBucket, ...]
-    """Attention without context parallelism works on padded slots, grouped into buckets. Empty if context > 1."""
+    """Attention works on slots, grouped into buckets. Sequences of similar length are padded to one width without
+    context parallelism; with it, consecutive sequences of the same length are a bucket."""
     slot_row: Tensor
-    """int64 [slots], row of each slot; any row for a padding slot. Empty if context > 1."""
+    """int64 [slots], row of each slot, counted over the context ranks one after the other; any row for padding."""
     row_slot: Tensor
-    """int64 [t], slot of each row. Empty if context > 1."""
-    gathered_positions: Tensor
-    """int64 [t * context], `positions` of all context ranks, rank after rank."""
-    gathered_segments: Tensor
-    """int64 [t * context], `segments` of all context ranks, rank after rank."""
+    """int64 [t * context], slot of each row, counted in the same way."""
     boundaries: Tensor
     """int32 [sequences + 1], first row of each sequence before the rows are cut for context parallelism, then the
     total number of rows."""
@@ -108,13 +121,11 @@ def pack_rows(lengths: Sequence[int], *, at: Coordinates, packing: bool = True) 
     """
     real, padded, segments, positions = _lay_end_to_end(lengths, at=at, packing=packing)
     starts, first_token = padded.cumsum(0) - padded, real.cumsum(0) - real
-    gathered_positions, gathered_segments = positions, segments
     if at.context > 1:
         ranks = [_context_rows(starts, padded, context=at.context, rank=r) for r in range(at.context)]
-        gathered_positions, gathered_segments = positions[torch.cat(ranks)], segments[torch.cat(ranks)]
-        here = ranks[at.context_rank]
+        here, row_slot = ranks[at.context_rank], torch.cat(ranks)
         positions, segments = positions[here], segments[here]
-        buckets, slot_row, row_slot = (), here.new_zeros(0), here.new_zeros(0)
+        buckets, slot_row = _context_buckets(padded.tolist(), at=at), row_slot.argsort()
     else:
         buckets, slot_row, row_slot = _attention_slots(padded.tolist(), starts.tolist())
     tokens, left = first_token[segments] + positions, real[segments]
@@ -126,8 +137,6 @@ def pack_rows(lengths: Sequence[int], *, at: Coordinates, packing: bool = True) 
         buckets=buckets,
         slot_row=slot_row,
         row_slot=row_slot,
-        gathered_positions=gathered_positions,
-        gathered_segments=gathered_segments,
         boundaries=torch.cat((starts, starts[-1:] + padded[-1:])).to(torch.int32),
         longest=int(padded.max()),
     )
@@ -172,6 +181,16 @@ def _context_rows(starts: Tensor, padded: Tensor, *, context: int, rank: int) ->
     return torch.cat(parts)
 
 
+def _context_buckets(padded: Sequence[int], *, at: Coordinates) -> tuple[AttentionBucket, ...]:
+    """Buckets of consecutive sequences of the same length, whose slots are the rows before they are cut."""
+    buckets: list[AttentionBucket] = []
+    for width, group in itertools.groupby(filter(None, padded)):
+        chunk = width // (2 * at.context)
+        ends = chunk * (at.context_rank + 1), chunk * (2 * at.context - at.context_rank)
+        buckets.append(AttentionBucket(sequences=len([*group]), width=width, chunk=chunk, ends=ends))
+    return tuple(buckets)
+
+
 def _attention_slots(
     padded: Sequence[int], starts: Sequence[int], *, waste: float = 0.15
 ) -> tuple[tuple[AttentionBucket, ...], Tensor, Tensor]:
@@ -200,6 +219,6 @@ def _attention_slots(
         slots = offset + torch.arange(count).unsqueeze(1) * width + column
         row_slot[rows[real]] = slots[real]
         slot_rows.append(torch.where(real, rows, 0).flatten())
-        buckets.append(AttentionBucket(sequences=count, width=width))
+        buckets.append(AttentionBucket(sequences=count, width=width, chunk=width, ends=(width,)))
         offset += count * width
     return tuple(buckets), torch.cat(slot_rows), row_slot

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from async_rl.trainer.batch.micro_batch import PackedRows
 from async_rl.trainer.distributed import context_group
+from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from async_rl.trainer.router_replay import MicroBatchRouting
 
 
@@ -172,28 +173,6 @@ class _ToRows(torch.autograd.Function):
         return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
 
 
-SINK_CHANNELS = 8  # one is needed; kernels for GPUs need multiples of 8
-
-
-def with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add a key in front whose score is the sink of the query's head and whose value is 0, and the channels for it.
-
-    q = (a, b), k = ((c, d),) and a sink s become q = (a, b, s), k = ((0, 0, 1), (c, d, 0)), with the scores s and
-    ac + bd.
-
-    Args:
-        q: [sequences, heads, queries, channels].
-        k: [sequences, key-value heads, keys, channels], as v.
-        sinks: [heads], divided by the scale of the scores.
-    """
-    column = sinks.to(q.dtype)[:, None, None].expand(*q.shape[:3], 1)
-    q = torch.cat((q, F.pad(column, (0, SINK_CHANNELS - 1))), dim=-1)
-    k, v = (F.pad(x, (0, SINK_CHANNELS, 1, 0)) for x in (k, v))
-    marked = torch.zeros(k.shape[-2:], dtype=k.dtype, device=k.device)
-    marked[0, -SINK_CHANNELS] = 1.0
-    return q, k + marked, v
-
-
 class RowModule(MegatronModule):
     """Rotary embedding and `attend`, in place of megatron's core attention.
 
@@ -237,9 +216,9 @@ class RowModule(MegatronModule):
 class RowAttention(RowModule):
     """Attention with torch's kernels.
 
-    Without context parallelism, sequences of similar length form padded batches (see PackedRows.buckets). Padding is on
-    the right, so causality keeps real tokens from attending to it. With context parallelism, keys and values of all
-    ranks are gathered, and a mask compares sequence and position.
+    Without context parallelism, sequences of similar length form padded batches. Padding is on the right, so causality
+    keeps real tokens from attending to it. With context parallelism, keys and values of all ranks are gathered, and
+    each chunk of a sequence attends to the sequence up to its end (see PackedRows.buckets).
 
     Some models (gpt-oss) have a sink for each head: a score that takes part in the softmax without a value. Some layers
     have a window: with 3, token 5 attends to the tokens 3, 4 and 5.
@@ -272,53 +251,32 @@ class RowAttention(RowModule):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """See RowModule."""
-        attend = self._across_ranks if self.context_group.size() > 1 else self._in_slots
-        return attend(query, key, value, rows)
-
-    def _in_slots(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        """Attention [t, heads, dim] in padded batches."""
+        across = self.context_group.size() > 1
+        if across:  # the queries of this rank are in the order of the buckets
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
+            )
+        else:
+            query = _to_slots(query, rows)
+        key, value = _to_slots(key, rows), _to_slots(value, rows)
+        queries = query.split([bucket.queries for bucket in rows.buckets])
+        sizes = [bucket.sequences * bucket.width for bucket in rows.buckets]
         parts: list[Tensor] = []
-        q, k, v = (cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot)) for x in (query, key, value))
-        sizes = [b.sequences * b.width for b in rows.buckets]
-        for bucket, *qkv in zip(rows.buckets, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-            shaped = [x.unflatten(0, (bucket.sequences, bucket.width)).transpose(1, 2) for x in qkv]
-            out = self._attend(*shaped, mask=self._mask_of_slots(bucket.width, device=q.device))
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return cast(Tensor, _ToRows.apply(torch.cat(parts) if len(parts) > 1 else parts[0], rows.row_slot))
+        for bucket, q, *kv in zip(rows.buckets, queries, key.split(sizes), value.split(sizes), strict=True):
+            q, k, v = (x.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for x in (q, *kv))
+            chunks = zip(q.split(bucket.chunk, dim=2), bucket.ends, strict=True)
+            outs = [self._attend(chunk, k[:, :, :end], v[:, :, :end]).transpose(1, 2) for chunk, end in chunks]
+            parts.append(_joined(outs, dim=1).flatten(0, 1))
+        out = _joined(parts, dim=0)
+        return out if across else cast(Tensor, _ToRows.apply(out, rows.row_slot))
 
-    def _across_ranks(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        """Attention [t, heads, dim] to the gathered keys and values of all context ranks."""
-        key, value = (
-            gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
-        )
-        mask = (rows.segments[:, None] == rows.gathered_segments) & self._within_reach(
-            rows.positions, rows.gathered_positions
-        )
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        return self._attend(q, k, v, mask=mask).squeeze(0).transpose(0, 1)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend_to_prefix(q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset)
 
-    def _mask_of_slots(self, width: int, *, device: torch.device) -> Tensor | None:
-        """bool [width, width]; None if causality is enough, for which torch has faster kernels."""
-        if self.window is None and self.softmax_offset is None:
-            return None
-        positions = torch.arange(width, device=device)
-        return self._within_reach(positions, positions)
 
-    def _within_reach(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """bool [queries, keys], from positions: which keys are not later, and within the window."""
-        reach = queries[:, None] >= keys
-        return reach if self.window is None else reach & (queries[:, None] - keys < self.window)
+def _to_slots(x: Tensor, rows: PackedRows) -> Tensor:
+    return cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
-        if self.softmax_offset is not None:
-            assert mask is not None
-            q, k, v = with_sinks(q, k, v, self.softmax_offset / self.scale)
-            mask = F.pad(mask, (1, 0), value=True)
-            return self._plain(q, k, v, mask=mask)[..., :-SINK_CHANNELS]
-        return self._plain(q, k, v, mask=mask)
 
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=grouped
-        )
+def _joined(parts: list[Tensor], *, dim: int) -> Tensor:
+    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]

@@ -20,6 +20,11 @@ def rows_of_all_ranks(lengths, tensor, context, packing=True):
     return [pack_rows(lengths, at=at, packing=packing) for at in places]
 
 
+def places(rows):
+    """(sequence, position) of each row."""
+    return [*zip(rows.segments.tolist(), rows.positions.tolist(), strict=True)]
+
+
 @given(LENGTHS, PARTS, st.booleans())
 def test_rows_of_all_context_ranks_are_every_token_once(lengths, parts, packing):
     tensor, _ = parts
@@ -57,6 +62,30 @@ def test_every_row_has_a_slot_behind_those_of_its_sequence(lengths, packing):
             assert rows.segments[line[:count]].unique().numel() == 1
         start += size
     assert start == len(rows.slot_row)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([(1, 2), (2, 2), (1, 3), (1, 4)]), st.booleans())
+def test_a_row_of_a_context_rank_attends_to_all_tokens_up_to_its_own(lengths, parts, packing):
+    tensor, context = parts
+    of_ranks = rows_of_all_ranks(lengths, *parts, packing)[::tensor]
+    rank_after_rank = [pair for rows in of_ranks for pair in places(rows)]
+    for rows in of_ranks:
+        assert torch.equal(rows.slot_row[rows.row_slot], torch.arange(len(rows) * context))
+        slots = [rank_after_rank[row] for row in rows.slot_row.tolist()]
+        found = []
+        for bucket in rows.buckets:
+            taken, slots = slots[: bucket.sequences * bucket.width], slots[bucket.sequences * bucket.width :]
+            for line in (taken[i : i + bucket.width] for i in range(0, len(taken), bucket.width)):
+                found += [line[: end - bucket.chunk + i + 1] for end in bucket.ends for i in range(bucket.chunk)]
+        assert slots == []
+        assert found == [[(segment, p) for p in range(position + 1)] for segment, position in places(rows)]
+        assert sum(bucket.queries for bucket in rows.buckets) == len(rows)
+
+
+def test_sequences_of_one_length_are_a_bucket_of_each_context_rank():
+    (first, second) = rows_of_all_ranks([8, 7, 3], 1, 2)
+    assert [(b.sequences, b.width, b.chunk, b.ends) for b in first.buckets] == [(2, 8, 2, (2, 8)), (1, 4, 1, (1, 4))]
+    assert [(b.sequences, b.width, b.chunk, b.ends) for b in second.buckets] == [(2, 8, 2, (4, 6)), (1, 4, 1, (2, 3))]
 
 
 @given(st.lists(st.integers(20, 60), min_size=2, max_size=40))
