@@ -1,8 +1,9 @@
 """TrainerRank.train in bfloat16 on one GPU, with layers of the size of Qwen3-30B-A3B's (random weights, fewer layers).
 
 Ways: a bare megatron loop (forward, cross entropy, backward, update, on micro-batches built before the clock starts),
-the trainer with the live routers, with R3, with R3 and padded micro-batches, with R3 and full recomputation. The rows
-that R3 replays are drawn at random, so that experts get the same work as from untrained routers.
+the trainer with the live routers, with R3, with R3 and experts one after another, with R3 and padded micro-batches,
+with R3 and full recomputation. The rows that R3 replays are drawn at random, so that experts get the same work as from
+untrained routers. The sequences have log-normal lengths, or `--fixed` tokens each.
 
 The share of the peak counts the floating-point operations of `async_rl.trainer.model.flops`. Building is the work of
 TrainerRank.train between two micro-batches: rows, columns and rotary angles, and their way to the GPU. Export writes
@@ -11,18 +12,23 @@ host.
 
     python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
         [--rounds 3] [--peak 989e12]
+    python benchmarks/gpu_training.py --fixed 16384 --micro-batch-tokens 16384
+    python benchmarks/gpu_training.py --fixed 65536 --tokens 65536 --micro-batch-tokens 65536
+
+With `--device cpu` the layers are small, and the figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,31 +51,37 @@ from async_rl.weights.model_info import read_model_info
 from benchmarks.support import Variant, markdown_table, show, trainers_side_by_side
 from benchmarks.train_steps import random_batch
 from benchmarks.train_throughput import bare_step, build_micro_batches
+from tests.helpers.loop_experts import loop_experts
 
 ADAM = OptimizerConfig(lr=1e-6)
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD, EXPERTS, TOP_K, EXPERT = 151936, 2048, 32, 4, 128, 128, 8, 768
+LOOP = "trainer, R3, experts in a loop"
+SIZES = {  # vocabulary, hidden, heads, key-value heads, channels of a head, experts, top k, expert
+    "cuda": (151936, 2048, 32, 4, 128, 128, 8, 768),
+    "cpu": (512, 64, 4, 2, 16, 8, 2, 32),
+}
 MEDIAN, SIGMA = 1000, 1.0
 
 
-def save_slice(folder: Path, *, layers: int) -> Path:
-    """A checkpoint in bfloat16 of `layers` layers as Qwen3-30B-A3B has them."""
+def save_slice(folder: Path, *, layers: int, device: str, positions: int) -> Path:
+    """A checkpoint in bfloat16 of `layers` layers as Qwen3-30B-A3B has them; of small ones for the CPU."""
+    vocab, hidden, heads, kv_heads, head, experts, top_k, expert = SIZES[device]
     config = transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, head_dim=HEAD, num_experts=EXPERTS, num_experts_per_tok=TOP_K,  # pyright: ignore[reportCallIssue]
-        moe_intermediate_size=EXPERT, intermediate_size=6144, norm_topk_prob=True, tie_word_embeddings=False,
-        max_position_embeddings=40960, decoder_sparse_step=1, mlp_only_layers=[],
+        vocab_size=vocab, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=head, num_experts=experts, num_experts_per_tok=top_k,  # pyright: ignore[reportCallIssue]
+        moe_intermediate_size=expert, intermediate_size=3 * hidden, norm_topk_prob=True, tie_word_embeddings=False,
+        max_position_embeddings=positions, decoder_sparse_step=1, mlp_only_layers=[],
     )  # fmt: skip
-    with torch.device("cuda"):
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "slice")
     return folder / "slice"
 
 
-def long_tailed_batch(checkpoint: Path, *, tokens: int, longest: int) -> TrainingBatch:
-    """Random sequences of log-normal lengths, `tokens` in all but for the last one."""
+def draw_batch(checkpoint: Path, *, tokens: int, longest: int, fixed: int | None) -> TrainingBatch:
+    """Random sequences of `fixed` tokens or of log-normal lengths, `tokens` in all but for the last one."""
     rng, lengths = np.random.default_rng(0), list[int]()
     while sum(lengths) < tokens:
-        lengths.append(int(np.clip(rng.lognormal(np.log(MEDIAN), SIGMA), 2, longest)))
+        lengths.append(fixed or int(np.clip(rng.lognormal(np.log(MEDIAN), SIGMA), 2, longest)))
     info = read_model_info(checkpoint)
     assert info.routing is not None
     return random_batch(lengths, vocab=info.vocab_size, routing=info.routing)
@@ -85,16 +97,24 @@ class Figure:
 
 def measure(step: Callable[[], object], *, rounds: int) -> Figure:
     """After one step that warms up."""
+    on_gpu = torch.cuda.is_available()
     step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     for _ in range(rounds):
         start = time.perf_counter()
         step()
-        torch.cuda.synchronize()
+        synchronize()
         seconds.append(time.perf_counter() - start)
-    return Figure(seconds, torch.cuda.max_memory_allocated())
+    return Figure(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0)
+
+
+def synchronize() -> None:
+    """Wait for the kernels of a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def with_trainer(config: TrainerConfig, checkpoint: Path, use: Callable[[TrainerRank], Any]) -> Any:
@@ -102,9 +122,15 @@ def with_trainer(config: TrainerConfig, checkpoint: Path, use: Callable[[Trainer
     with trainers_side_by_side({"one": Variant(config=config)}, checkpoint=checkpoint, optimizer=ADAM) as trainers:
         found = use(trainers["one"])
         del trainers["one"]
-    gc.collect()
-    torch.cuda.empty_cache()
+    empty_gpu()
     return found
+
+
+def empty_gpu() -> None:
+    """Give the memory of deleted tensors back."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def bare(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig, *, rounds: int) -> Figure:
@@ -126,7 +152,7 @@ def building_seconds(trainer: TrainerRank, batch: TrainingBatch, config: Trainer
             assert update is not None
             for _ in trainer._micro_batches(plan, update):  # pyright: ignore[reportPrivateUsage]
                 pass
-        torch.cuda.synchronize()
+        synchronize()
         taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
@@ -141,7 +167,7 @@ def export_seconds(trainer: TrainerRank) -> tuple[float, float, int]:
             exports.append(time.perf_counter() - start)
             assert update is not None
             size = sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
-    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")
     to = torch.empty(held.shape, dtype=torch.uint8)
     for _ in range(3):
         start = time.perf_counter()
@@ -150,15 +176,18 @@ def export_seconds(trainer: TrainerRank) -> tuple[float, float, int]:
     return statistics.median(exports), statistics.median(copies), size
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure all ways, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--longest", type=int, default=8192)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--fixed", type=int, help="tokens of each sequence")
+    parser.add_argument("--device", choices=sorted(SIZES), default="cuda")
     parser.add_argument("--peak", type=float, help="operations/s of the GPU in dense bfloat16, if they are not known")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     torch.manual_seed(0)
 
     def config(**changes: Any) -> TrainerConfig:
@@ -167,25 +196,29 @@ def main() -> None:
     ways = {
         "trainer, no replay": config(router_replay="none"),
         "trainer, R3": config(),
+        LOOP: config(),
         "trainer, R3, padded": config(packing=False),
         "trainer, R3, full recomputation": config(recompute="full"),
     }
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = save_slice(Path(folder), layers=arguments.layers)
-        gc.collect()
-        torch.cuda.empty_cache()
-        batch = long_tailed_batch(checkpoint, tokens=arguments.tokens, longest=arguments.longest)
+        fixed, device = arguments.fixed, arguments.device
+        longest = fixed or arguments.longest
+        checkpoint = save_slice(Path(folder), layers=arguments.layers, device=device, positions=longest)
+        empty_gpu()
+        batch = draw_batch(checkpoint, tokens=arguments.tokens, longest=longest, fixed=fixed)
         lengths: list[int] = batch.lengths.tolist()
-        tokens, peak = sum(lengths), arguments.peak or peak_of(torch.cuda.get_device_name()) or math.nan
+        gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        tokens, peak = sum(lengths), arguments.peak or peak_of(gpu) or math.nan
         work = train_operations(
             read_shape(checkpoint),
             batch.lengths,
             num_loss_tokens=int(batch.num_loss_tokens.sum()),
             lora=ways["trainer, R3"].lora,
         )
-        show(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.layers} layers")
+        show(f"{gpu}, torch {torch.__version__}, {arguments.layers} layers")
         show(
-            f"{len(lengths)} sequences of 2 to {max(lengths)} tokens, {tokens} in all; medians of {arguments.rounds}\n"
+            f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)} tokens, {tokens} in all; "
+            f"medians of {arguments.rounds}\n"
         )
         figures: dict[str, Figure] = {
             "bare megatron loop": with_trainer(
@@ -195,9 +228,10 @@ def main() -> None:
             )
         }
         for name, settings in ways.items():
-            figures[name] = with_trainer(
-                settings, checkpoint, lambda t: measure(lambda: t.train(batch), rounds=arguments.rounds)
-            )
+            with loop_experts() if name == LOOP else contextlib.nullcontext():
+                figures[name] = with_trainer(
+                    settings, checkpoint, lambda t: measure(lambda: t.train(batch), rounds=arguments.rounds)
+                )
             say_figure(name, figures[name], tokens)
         r3 = ways["trainer, R3"]
         building, (export, copy, size) = with_trainer(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from async_rl.run import main
-from benchmarks import gpu_runs, packing, replay_overhead, scale
+from benchmarks import gpu_runs, gpu_training, packing, replay_overhead, scale
 from benchmarks.equal_weights import compare, table
 from benchmarks.routing_mismatch import evaluate
 from benchmarks.support import trainers_side_by_side
@@ -94,3 +94,12 @@ def test_settings_of_runs_on_a_gpu_are_accepted(name, tmp_path, capsys):
     model = gpu_runs.save_model(tmp_path / "model", device="cpu")
     arguments = gpu_runs.settings(name, device="cuda", checkpoint=model)
     assert main(["--check", *arguments, f"output_dir={tmp_path / 'run'}"]) == 0, capsys.readouterr().err
+
+
+def test_trainer_table_of_one_gpu_runs_on_the_cpu(capsys):
+    sizes = ("--layers", "2", "--tokens", "256", "--fixed", "128", "--micro-batch-tokens", "256", "--rounds", "1")
+    gpu_training.main(["--device", "cpu", *sizes])
+    table = capsys.readouterr().out
+    assert "2 sequences of 128 to 128 tokens" in table
+    for way in ("bare megatron loop", gpu_training.LOOP, "trainer, R3, full recomputation"):
+        assert way in table
