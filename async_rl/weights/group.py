@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -75,6 +76,7 @@ def received(
                 data = torch.empty(bucket["size"], dtype=torch.uint8, device=group.device)
                 group.broadcast(data)
                 yield tensors_of(data, bucket["layout"])
+                del data  # before the next bucket takes memory
         except Exception as error:
             if _ENDED in str(error):
                 raise RuntimeError(_ENDED) from error
@@ -188,15 +190,28 @@ class Group:
                 raise RuntimeError(f"the broadcast took longer than {self._timeout_s:g} s")
             if now - looked > _LOOK_S:
                 looked = now
-                if self._store.check(["failure"]):
-                    raise RuntimeError(f"another member failed: {self._store.get('failure').decode()}")
-        work.wait()  # raises its error
+                self._require_all()
+        try:
+            work.wait()
+        except RuntimeError:
+            with contextlib.suppress(dist.DistNetworkError):  # the server may be gone
+                self._require_all()  # the connection may be closed because another member failed
+            raise
         if held is not data and self._rank:
             data.copy_(held)
 
+    def _require_all(self) -> None:
+        """Raise RuntimeError with the reason if a member failed."""
+        if self._store.check(["failure"]):
+            raise RuntimeError(f"another member failed: {self._store.get('failure').decode()}")
+
     def fail(self, error: str) -> None:
-        """End the group. A member that starts to wait after another has left would not notice it otherwise."""
+        """End the group. A member that starts to wait after another has left would not notice it otherwise.
+
+        Gloo may end a failed group only after its time-out, so a thread waits for this.
+        """
         with contextlib.suppress(RuntimeError):  # the server may be gone
             if not self._store.check(["failure"]):
                 self._store.set("failure", error)
-        self._group.abort()
+        group, self._group = self._group, None
+        threading.Thread(target=group.abort, daemon=True).start()

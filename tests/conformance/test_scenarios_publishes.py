@@ -38,12 +38,14 @@ TOKENS = 80
 # K/V of other weights that `keep-keep` leaves in the prefix cache would serve an aborted request.
 MODES = {"computed": ["resume", "resume", "keep-recompute", "keep-recompute", "drain"], "kept": ["keep-keep"]}
 SERVERS = ("vllm", "sglang", "vllm-tp2", "sglang-tp2")
-ROUTES = ("memory", "broadcast", "folder", "delta")
+ROUTES = ("memory", "broadcast", "folder", "delta", "direct")
 STAGED = {"at_once": False, "staged": True}
 ALWAYS = [
     *itertools.product(SERVERS[:2], MODES, ["memory"], ["at_once"]),
     *itertools.product(SERVERS[:2], MODES, ["broadcast"], ["staged"]),
     ("vllm-tp2", "computed", "delta", "staged"),
+    *itertools.product(SERVERS[:2], ["computed"], ["direct"], ["at_once"]),
+    *itertools.product(SERVERS[2:], ["computed"], ["direct"], ["staged"]),
 ]
 CASES = [*itertools.product(SERVERS, MODES, ROUTES, STAGED)] if "PUBLISHES" in os.environ else ALWAYS
 
@@ -70,6 +72,8 @@ async def test_many_publishes_under_load(
             published = contextlib.nullcontext()
         case "broadcast":
             published = tested.broadcast(node)
+        case "direct":
+            published = tested.direct()
         case _:
             published = tested.folder(node, RunFolder(run, updates, delta=route == "delta"))
     with published:
@@ -166,8 +170,14 @@ class Paused:
         return counted
 
 
+@pytest.mark.parametrize("route", ["memory", "direct"])
 async def test_many_rolling_publishes_under_load(
-    engine: VllmReplica, second_vllm: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch, report: Report
+    engine: VllmReplica,
+    second_vllm: VllmReplica,
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    report: Report,
+    route: str,
 ):
     """Two of three replicas always serve; a request that a load aborts continues on another one, under its version."""
     replicas = [engine, second_vllm, await start_vllm(VLLM, name="replica-2", checkpoint=models.paths[0])]
@@ -178,9 +188,10 @@ async def test_many_rolling_publishes_under_load(
         routed, routing=one.routing, updates=models.updates, truth=TransformersTruth(models.models), probe=probe
     )
     try:
-        await tested.publish(version=0)
-        paused = Paused(replicas, monkeypatch)
-        largest = await publish_under_load(tested, "computed", staged=False)
+        with tested.direct() if route == "direct" else contextlib.nullcontext():
+            await tested.publish(version=0)
+            paused = Paused(replicas, monkeypatch)
+            largest = await publish_under_load(tested, "computed", staged=False)
     finally:
         await tested.end()
         await replicas[-1].close()
@@ -189,7 +200,7 @@ async def test_many_rolling_publishes_under_load(
     owners = [{s.replica for exchange in tested.of_session(name) for s in exchange.answer} for name in sessions]
     assert any(len(several) > 1 for several in owners), "a trajectory moved"
     assert set().union(*owners) == {"replica-0", "replica-1", "replica-2"}
-    report(f"rolling: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
+    report(f"rolling, {route}: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
 
 
 @WITH_KV

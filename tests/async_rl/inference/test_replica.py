@@ -60,7 +60,7 @@ class ScriptedBackend:
     async def freeze(self):
         self.calls.append("freeze")
 
-    def check_update(self, update, *, kv, in_flight):
+    async def check_update(self, update, *, kv, in_flight):
         if self.refused:
             raise self.refused
 
@@ -293,7 +293,7 @@ async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error,
 async def test_engine_reads_the_version_that_the_node_has():
     replica = started()
     replica.store, seen = Store(), []
-    replica.backend.check_update = lambda update, **_: seen.append(update.path)
+    replica.backend.check_update = lambda update, **_: asyncio.sleep(0, seen.append(update.path))
     await replica.pause()
     await replica.load(UPDATE)
     assert seen == [Path("here") / UPDATE.path.name]
