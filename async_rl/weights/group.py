@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import threading
 import time
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +35,32 @@ _CONNECT = timedelta(seconds=10)  # a server answers at once if it is alive
 _POLL_S = 0.001  # time between two looks at a broadcast
 _LOOK_S = 0.1  # time between two looks at the other members
 _ENDED = "a receiver ended its load"
+
+
+class _Blocks:
+    """Host memory for buckets. A block that no tensor uses takes a later bucket.
+
+    New memory takes longer than the receipt of a bucket, because the kernel clears each page.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Bytes uint8 [num_bytes] with any content."""
+        fitting = [block for block in self._free if len(block) >= num_bytes]
+        if fitting:
+            block = min(fitting, key=len)
+            self._free.remove(block)
+        else:
+            del self._free[:1]  # a smaller one
+            block = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        used = np.frombuffer(block, np.uint8, num_bytes)
+        weakref.finalize(used, self._free.append, block).atexit = False
+        return torch.from_numpy(used)
+
+
+_BLOCKS = _Blocks()
 
 
 def tensors_of(data: Tensor, layout: Sequence[Sequence[Any]]) -> list[tuple[str, Tensor]]:
@@ -49,7 +78,8 @@ def received(
 ) -> Generator[list[tuple[str, Tensor]]]:
     """Receive a version on a rank of an engine: yield (Hugging Face name, tensor) of each bucket, by number.
 
-    Each bucket has new memory. The generator ends the delivery for all if it is closed early.
+    The memory of a bucket takes a later one when no tensor uses it. If the generator is closed early, it ends the
+    delivery for all.
 
     Args:
         delivery: see `async_rl.weights.transport.readable_by_ranks`.
@@ -73,7 +103,10 @@ def received(
             for number in sorted(senders):
                 group, bucket, address = senders[number]
                 awaited = number, address
-                data = torch.empty(bucket["size"], dtype=torch.uint8, device=group.device)
+                if group.device.type == "cpu":
+                    data = _BLOCKS.take(bucket["size"])
+                else:
+                    data = torch.empty(bucket["size"], dtype=torch.uint8, device=group.device)
                 group.broadcast(data)
                 yield tensors_of(data, bucket["layout"])
                 del data  # before the next bucket takes memory

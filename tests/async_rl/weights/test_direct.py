@@ -16,7 +16,7 @@ import torch
 from async_rl.inference.loads import RankLoad, difference
 from async_rl.weights.broadcast import VersionServer, described
 from async_rl.weights.digest import digest_of, load_share
-from async_rl.weights.group import UNDELIVERED, received
+from async_rl.weights.group import UNDELIVERED, _Blocks, received
 from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.transport import Direct, Source, UpdateError, readable_by_ranks, update_of
 
@@ -96,6 +96,19 @@ def test_all_ranks_take_a_version_from_all_owners_bit_by_bit(trainer, ranks):
         assert took.keys() == TENSORS.keys()
         assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in took.items())
     assert difference(update, [report for _, report in outcomes]) is None
+
+
+def test_memory_takes_a_later_bucket_when_no_tensor_uses_it():
+    blocks = _Blocks()
+    first, second = blocks.take(100), blocks.take(100)
+    memory, views = [first.data_ptr(), second.data_ptr()], [first[10:20].view(5, 2)]
+    del first, second
+    third = blocks.take(80)
+    assert third.data_ptr() == memory[1] != memory[0], "a view uses the first"
+    assert blocks.take(50).data_ptr() not in memory
+    del views
+    assert blocks.take(100).data_ptr() == memory[0]
+    assert len(blocks.take(0)) == 0
 
 
 def test_names_and_shapes_are_known_before_a_load(trainer):
