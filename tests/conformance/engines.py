@@ -141,21 +141,24 @@ class TrainerMemory:
 
     Args:
         updates: sets of weights, which the versions take in turn.
+
+    Attributes:
+        ranks: what each keeps.
     """
 
     def __init__(self, updates: Sequence[WeightUpdate]) -> None:
         self._updates = updates
-        self._ranks = [Snapshots(), Snapshots()]
-        self._servers = [VersionServer(HOST, held) for held in self._ranks]
+        self.ranks = [Snapshots(), Snapshots()]
+        self._servers = [VersionServer(HOST, held) for held in self.ranks]
 
     def write(self, version: int) -> WeightUpdate:
         """Keep a version, and forget those that no replica may need."""
         source = self._updates[version % len(self._updates)]
         numbers: list[list[int]] = [[], []]
-        for held in self._ranks:
+        for held in self.ranks:
             held.discard(keep_version=version - 1)
         for number, file in enumerate(update_files(source.path)):
-            self._ranks[number % 2].start(version, number, read_tensors(file)).tensors()
+            self.ranks[number % 2].start(version, number, read_tensors(file)).tensors()
             numbers[number % 2].append(number)
         sources = (Source(s.address, tuple(n)) for s, n in zip(self._servers, numbers, strict=True))
         weights = WeightVersion(version, source.weights.digest)
@@ -313,10 +316,10 @@ class EngineUnderTest:
             self._server = None
 
     @contextlib.contextmanager
-    def direct(self) -> Generator[None]:
+    def direct(self) -> Generator[TrainerMemory]:
         """Publish from the memory of trainer ranks in this block."""
         with contextlib.closing(TrainerMemory(self._updates)) as self._memory:
-            yield
+            yield self._memory
         self._memory = None
 
     @contextlib.contextmanager

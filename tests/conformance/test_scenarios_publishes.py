@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import KVPolicy
+from async_rl.inference.replica import DeliveryError, KVPolicy
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
@@ -212,3 +212,27 @@ async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: Engin
         for path in update_files(tested.update(version).path):
             tensors = {name: tensor.clone() for name, tensor in read_tensors(path)}
             assert MappedFiles().overwrite(path, tensors) is not None
+
+
+@WITH_KV
+async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_the_next_version_serves(
+    tested: EngineUnderTest,
+):
+    with tested.direct() as memory:
+        await tested.publish(version=1)
+        damaged = memory.write(2)
+        memory.ranks[1].bucket("weights-2", 1).data[0] ^= 1
+        await tested.replica.pause()
+        with pytest.raises(EngineError, match="bucket 1 .* but .* was published"):
+            await tested.replica.load(damaged)
+        lost = memory.write(3)
+        memory.ranks[0].discard(keep_version=4)
+        with pytest.raises(DeliveryError, match="bucket 0 of weights-3 did not come from"):
+            await tested.replica.load(lost)
+        with pytest.raises(EngineError):
+            await tested.replica.resume()
+        await tested.publish(version=5)
+        rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
+        await asyncio.gather(*tasks)
+    assert versions_of(tested.exchanges[-1]) == {5}
+    assert_whole(tested, *rollouts)
