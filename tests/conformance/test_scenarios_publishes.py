@@ -223,7 +223,7 @@ async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_t
         damaged = memory.write(2)
         memory.ranks[1].bucket("weights-2", 1).data[0] ^= 1
         await tested.replica.pause()
-        with pytest.raises(EngineError, match="bucket 1 .* but .* was published"):
+        with pytest.raises(EngineError, match=r"bucket 1 .* but .* was published"):
             await tested.replica.load(damaged)
         lost = memory.write(3)
         memory.ranks[0].discard(keep_version=4)
@@ -234,5 +234,5 @@ async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_t
         await tested.publish(version=5)
         rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
         await asyncio.gather(*tasks)
-    assert versions_of(tested.exchanges[-1]) == {5}
+    assert set(versions_of(tested.exchanges[-1])) == {5}
     assert_whole(tested, *rollouts)
