@@ -577,7 +577,7 @@ class EngineReplica(Generic[BackendT]):
 
     @contextlib.contextmanager
     def _delivering(self, update: WeightUpdate) -> Generator[None]:
-        """Raise DeliveryError in place of an error which says that a bucket did not come from a trainer rank."""
+        """Raise DeliveryError in place of an error that names a bucket that did not come from a trainer rank."""
         try:
             yield
         except ReplicaLostError:

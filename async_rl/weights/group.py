@@ -84,7 +84,7 @@ def received(
     Args:
         delivery: see `async_rl.weights.transport.readable_by_ranks`.
         rank: of this process.
-        ranks: of the engine, which all receive.
+        ranks: number of ranks of the engine; all receive.
         device: of the tensors with NCCL; with gloo they are on the CPU.
 
     Raises:
@@ -170,7 +170,7 @@ def answer_of(delivery: Store) -> list[Mapping[str, Any]]:
 
 @contextmanager
 def member(store: Store, *, rank: int, size: int, backend: str, timeout: timedelta) -> Generator[Group]:
-    """A member of a group, which ends for all members if the block does not end by itself."""
+    """A member of a group. The group ends for all members if the block does not end by itself."""
     group = Group(store, rank=rank, size=size, backend=backend, timeout=timeout)
     try:
         yield group
