@@ -147,16 +147,18 @@ class SyncConfig:
 
     every: int = 1
     """Train steps per publish, a multiple of trainer.updates_per_batch."""
-    route: Literal["memory", "broadcast", "folder"] = "memory"
+    route: Literal["memory", "broadcast", "folder", "direct"] = "memory"
     """`memory`: shared memory of one node. `broadcast`: from the shared memory of the trainer's nodes to that of the
-    nodes of replicas. `folder`: a directory that all nodes see, or an object store. With the last two, one
-    replica of a node brings a version into the node's shared memory, from which all replicas of the node read it."""
+    nodes of replicas. `folder`: a directory that all nodes see, or an object store. With these two, one
+    replica of a node brings a version into the node's shared memory, from which all replicas of the node read it.
+    `direct`: from copies in the memory of the trainer ranks to the ranks of each engine, during its load, without
+    files."""
     directory: Path | Url | None = None
     """Directory of `folder`, or URL of one in an object store, such as s3://bucket/prefix, for which fsspec has a
     driver."""
     backend: Backend = "gloo"
-    """With `broadcast`: `gloo` sends over TCP, `nccl` between GPUs. NCCL needs a GPU in each trainer rank and in each
-    replica, and memory of one bucket there."""
+    """With `broadcast` or `direct`: `gloo` sends over TCP, `nccl` between GPUs. NCCL needs a GPU in each trainer rank
+    and in each replica, and memory of one bucket there, or of two in each rank of an engine with `direct`."""
     delta: bool = False
     """With `folder`: write the changes against the version before, except for each 16th version. Lossless; a tensor of
     which more than a third changed is complete. Each trainer rank keeps a copy of the weights that it writes."""
@@ -886,7 +888,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
     failure, record, validation = config.rollout.failure, config.rollout.record, config.validation
-    tracking, lora = config.tracking, config.trainer.lora
+    tracking, lora, sends = config.tracking, config.trainer.lora, config.sync.route in ("broadcast", "direct")
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
@@ -898,7 +900,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("trainer.lora", lora, "alpha", lora.rank > 0, "trainer.lora.rank > 0"),
         ("trainer.lora", lora, "target_modules", lora.rank > 0, "trainer.lora.rank > 0"),
         ("sync", config.sync, "directory", config.sync.route == "folder", "sync.route=folder"),
-        ("sync", config.sync, "backend", config.sync.route == "broadcast", "sync.route=broadcast"),
+        ("sync", config.sync, "backend", sends, "sync.route=broadcast or direct"),
         ("sync", config.sync, "delta", config.sync.route == "folder", "sync.route=folder"),
         ("sync", config.sync, "max_paused", config.sync.mode == "rolling", "sync.mode=rolling"),
         ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),

@@ -1,10 +1,11 @@
-"""Speed of a version that is sent to other nodes, against a broadcast of the same bytes by gloo.
+"""Speed of a version that is sent to other processes, against a broadcast of the same bytes by gloo.
 
-One process is the trainer, each of the others is a node. In each round the trainer broadcasts the tensors of a model in
-buckets to all nodes with gloo alone. Then it writes a version of the model, and all nodes receive it into their memory
-and verify it, as with `sync.route=broadcast`. The ratio of the seconds is the median over rounds, with its 95 %
-bootstrap interval. `broadcast` is from the start of the write until the last node has verified the version, `delivery`
-without the write.
+One process is the trainer, each of the others is a node, or a rank of one engine. In each round the trainer broadcasts
+the tensors of a model in buckets to all with gloo alone. Then it writes a version, and all nodes receive it into their
+memory and verify it, as with `sync.route=broadcast`. At last it copies and hashes the version in its memory,
+and all ranks receive it, hash their share and copy their part of each tensor, as with `sync.route=direct`. The ratio of
+the seconds is the median over rounds, with its 95 % bootstrap interval. `broadcast` and `direct` are from the start of
+the write or the copy until the last process has verified the version; `delivery` and `sent` are without it.
 
     python benchmarks/broadcast.py [--mb 100 1000] [--bucket-mb 64] [--nodes 2] [--rounds 9] [--directory /dev/shm]
 """
@@ -12,9 +13,13 @@ without the write.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,10 +33,22 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from async_rl.inference.loads import RankLoad, difference
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.digest import digest_of, load_share
+from async_rl.weights.group import received
 from async_rl.weights.overwrite import MappedFiles
+from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import Seat, Source, WeightUpdate
+from async_rl.weights.transport import (
+    Direct,
+    Seat,
+    Source,
+    WeightUpdate,
+    readable_by_ranks,
+    update_of,
+    version_folder,
+)
 from benchmarks.publish_files import NEW_FILES, medians, model_weights, publish, timed
 from benchmarks.support import bootstrap, markdown_table, say, show
 
@@ -42,7 +59,8 @@ TIMEOUT = timedelta(seconds=300)
 def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, nodes: int, rounds: int) -> list[str]:
     """Rates of a model with about `num_bytes`."""
     weights = model_weights(num_bytes, bucket_bytes=bucket_bytes)
-    total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]]()
+    buckets = [weights[first : first + 4] for first in range(0, len(weights), 4)]
+    total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, ...]]()
     meeting = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     spawn, pipes = multiprocessing.get_context("spawn"), list[Connection]()
     processes = list[Any]()
@@ -53,7 +71,8 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, nodes: int,
         processes[-1].start()
         pipes.append(ours)
     group = gloo(meeting.port, rank=0, size=nodes + 1)
-    server = VersionServer(HOST, directory / "trainer")
+    server, held = VersionServer(HOST, directory / "trainer"), Snapshots()
+    owner = VersionServer(HOST, held)
 
     def ask(work: Any) -> None:
         for pipe in pipes:
@@ -77,6 +96,19 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, nodes: int,
             pipe.send((update, seat))
         answers()
 
+    def copied(version: int) -> WeightUpdate:
+        held.discard(keep_version=version - 1)
+        copies = [held.start(version, number, bucket) for number, bucket in enumerate(buckets)]
+        digests = [digest_of(copy.tensors()) for copy in copies]
+        update = update_of(version_folder(directory, version), version=version, buckets=digests)
+        sources = (Source(owner.address, tuple(range(len(buckets)))),)
+        return replace(update, direct=Direct(sources, "gloo"))
+
+    def send(update: WeightUpdate) -> None:
+        ask(readable_by_ranks(update, timeout_s=300.0))
+        found = [RankLoad.of(pipe.recv()) for pipe in pipes]
+        assert difference(update, found) is None
+
     files = MappedFiles()
     for version in range(rounds + NEW_FILES):
         alone = timed(plain)
@@ -87,18 +119,24 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, nodes: int,
             )
         )
         delivered = timed(lambda u=updates: deliver(u[0]))
-        say(f"{total / 1e6:.0f} MB, round {version}: gloo {alone:.3f} s, write {written:.3f}, delivery {delivered:.3f}")
+        copying = timed(lambda v=version, u=updates: u.append(copied(v)))
+        sent = timed(lambda u=updates: send(u[1]))
+        say(
+            f"{total / 1e6:.0f} MB, round {version}: gloo {alone:.3f} s, "
+            f"write {written:.3f}, delivery {delivered:.3f}, copy {copying:.3f}, sent {sent:.3f}"
+        )
         if version >= NEW_FILES:
-            seconds.append((alone, written + delivered, delivered))
+            seconds.append((alone, written + delivered, delivered, copying + sent, sent))
     ask(None)
     for process in processes:
         process.join()
     server.close()
+    owner.close()
     times = np.array(seconds)
     rates = total / np.median(times, axis=0) / 1e9
     intervals = [
         bootstrap(lambda drawn, of=times[:, 0] / times[:, column]: medians(of, drawn), units=rounds)
-        for column in (1, 2)
+        for column in (1, 2, 3, 4)
     ]
     return [
         f"{total / 1e6:.0f} MB",
@@ -108,18 +146,38 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, nodes: int,
 
 
 def be_a_node(pipe: Connection, port: int, rank: int, size: int, tensor_bytes: int, directory: Path) -> None:
-    """Take part in broadcasts (a number of tensors) and deliveries (an update and a seat) until None comes."""
+    """Take part in broadcasts (a number of tensors) and deliveries until None comes.
+
+    The work of a node is an update and a seat; that of a rank is a version as `readable_by_ranks` describes it.
+    """
     torch.set_num_threads(1)
     group, store = gloo(port, rank=rank, size=size), LocalStore(directory, host=HOST)
-    buffer = torch.empty(tensor_bytes // 2, dtype=torch.bfloat16)
+    buffer, parameters = torch.empty(tensor_bytes // 2, dtype=torch.bfloat16), dict[str, Tensor]()
     while (work := pipe.recv()) is not None:
         if isinstance(work, int):
             for _ in range(work):
                 broadcast(group, buffer)
+        elif isinstance(work, str):
+            pipe.send(load(work, parameters, rank=rank - 1, ranks=size - 1))
+            continue
         else:
             store.receive(*work)
         pipe.send("done")
     store.release()
+
+
+def load(version: str, parameters: dict[str, Tensor], *, rank: int, ranks: int) -> dict[str, Any]:
+    """Report of a rank that receives a version and copies its rows of each tensor."""
+
+    def put(tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            part = tensor.chunk(ranks)[rank]
+            parameters.setdefault(name, torch.empty_like(part)).copy_(part)
+
+    place = {"rank": rank, "ranks": ranks}
+    with closing(received(json.loads(version), device=torch.device("cpu"), **place)) as buckets:
+        report = load_share(buckets, put, sums=lambda _: [], **place)
+    return report | {"parameters": {}}
 
 
 def gloo(port: int, *, rank: int, size: int) -> Any:
@@ -149,7 +207,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(dir=args.directory) as directory:
             sizes = {"num_bytes": mb * 1_000_000, "bucket_bytes": args.bucket_mb << 20}
             rows.append(table_row(Path(directory), **sizes, nodes=args.nodes, rounds=args.rounds))
-    header = ["model", "gloo GB/s", "broadcast GB/s", "delivery GB/s", "broadcast / gloo", "delivery / gloo"]
+    routes = ["broadcast", "delivery", "direct", "sent"]
+    header = ["model", "gloo GB/s", *(f"{route} GB/s" for route in routes), *(f"{route} / gloo" for route in routes)]
     show(markdown_table(header, rows))
 
 

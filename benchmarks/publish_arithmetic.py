@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.checksum import value_sums
-from async_rl.weights.digest import load_share
+from async_rl.weights.digest import load_share, mapped
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
@@ -311,8 +311,9 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
         discard_updates(complete, keep_version=version - 1, spare_for=version_folder(complete, version))
         updates[version] = write_version(complete, version=version, buckets=buckets, files=files)
 
-    def files_of(version: int) -> list[Path]:
-        return update_files(stores[0].local(version_folder(complete, version)))
+    def load(version: int) -> None:
+        files = update_files(stores[0].local(version_folder(complete, version)))
+        load_share(mapped(files), list, sums=lambda t: [value_sums(t)], rank=0, ranks=1, ahead=len(files))
 
     def receive(version: int) -> None:
         update = updates[version]
@@ -329,7 +330,7 @@ def measure_rates(directory: Path, *, num_bytes: int, bucket_bytes: int, version
             timed(lambda v=version: stores[0].fetch(version_folder(complete, v))),
             timed(lambda v=version: stores[1].fetch(version_folder(changes, v))),
             timed(lambda v=version: receive(v)),
-            timed(lambda v=version: load_share(files_of(v), list, sums=lambda t: [value_sums(t)], rank=0, ranks=1)),
+            timed(lambda v=version: load(v)),
         )
         num_changes = sum(file.stat().st_size for file in version_folder(changes, version).glob("*.delta"))
         discard_updates(changes, keep_version=version)

@@ -32,7 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.weights.checksum import value_sums
-from async_rl.weights.digest import load_share, read_tensors
+from async_rl.weights.digest import load_share, mapped, read_tensors
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import WeightUpdate, discard_updates, update_files, version_folder
 from benchmarks.support import FloatArray, bootstrap, markdown_table, say, show
@@ -94,7 +94,15 @@ def load(folder: Path, parameters: dict[str, Tensor], *, rank: int = 0, ranks: i
     def put_part(tensors: Iterator[tuple[str, Tensor]]) -> None:
         put(((name, tensor.chunk(ranks)[rank]) for name, tensor in tensors), parameters)
 
-    load_share(update_files(folder), put_part, sums=lambda tensor: [value_sums(tensor)], rank=rank, ranks=ranks)
+    files = update_files(folder)
+    load_share(
+        mapped(files),
+        put_part,
+        sums=lambda tensor: [value_sums(tensor)],
+        rank=rank,
+        ranks=ranks,
+        ahead=len(files),
+    )
 
 
 def ranks_row(folder: Path, *, ranks: int, rounds: int) -> list[str]:

@@ -33,7 +33,7 @@ from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig, start_node, start_replica
 from async_rl.weights.remote import download, driver_problem, remove, upload
 from async_rl.weights.store import LocalStore, remove_unused
-from async_rl.weights.transport import Seat, UpdateError, WeightUpdate
+from async_rl.weights.transport import Backend, Seat, UpdateError, WeightUpdate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -630,10 +630,11 @@ class TrainerActor:
         record: RecordConfig | None,
         delta: bool,
         broadcast: bool,
+        direct: Backend | None,
     ) -> None:
         """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none.
 
-        delta: see `TrainerRank`. broadcast: whether published versions are served from the memory of this node.
+        delta, direct: see `TrainerRank`. broadcast: whether published versions are served from the memory of this node.
         """
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
@@ -654,7 +655,8 @@ class TrainerActor:
                 world_size=config.ranks,
                 rendezvous=rendezvous,
                 delta=delta,
-                host=ray.util.get_node_ip_address() if broadcast else None,
+                host=ray.util.get_node_ip_address() if broadcast or direct else None,
+                direct=direct,
                 recorder=recorder,
             )
 

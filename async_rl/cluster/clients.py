@@ -27,7 +27,7 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from async_rl.weights.transport import Seat, Source, WeightUpdate
+from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
 from message_queue.tokens import TokenOutput, WeightVersion
 
 P = ParamSpec("P")
@@ -268,6 +268,7 @@ class TrainerClient:
         record: RecordConfig | None = None,
         delta: bool = False,
         broadcast: bool = False,
+        direct: Backend | None = None,
         trace: Trace | None = None,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
@@ -275,6 +276,7 @@ class TrainerClient:
         Args:
             delta: whether most versions are published as changes of the version before.
             broadcast: whether published versions stay in the memory of the nodes of the ranks, which serve them.
+            direct: backend by which the ranks serve versions from their own memory; None if they write files.
             rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
             record: bounds on these files; None if there are none.
             variables: of the environment, beside those that a rank needs.
@@ -303,6 +305,7 @@ class TrainerClient:
                 "record": record,
                 "delta": delta,
                 "broadcast": broadcast,
+                "direct": direct,
             }
             await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             client.pids = await client._all("pid", [a.pid.remote() for a in actors])

@@ -110,7 +110,7 @@ class Processes:
         self._stack = stack
         self._weights_directory = weights_directory
         self._store: Path | None = None  # on each node
-        if weights_directory is not None and config.sync.route != "memory":
+        if weights_directory is not None and config.sync.route in ("broadcast", "folder"):
             self._store = Path("/dev/shm") / f"{Path(weights_directory).name}-local"
         self._processes_file = processes
         self._logs = logs
@@ -280,6 +280,7 @@ class Processes:
             record=config.rollout.record,
             delta=config.sync.delta,
             broadcast=config.sync.route == "broadcast",
+            direct=config.sync.backend if config.sync.route == "direct" else None,
             trace=self._trace,
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))

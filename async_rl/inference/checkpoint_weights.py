@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import read_tensors
+from async_rl.weights.transport import WeightUpdate, read_tensors, update_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"
@@ -53,6 +53,24 @@ def tensor_shapes(files: list[Path]) -> Shapes:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read ({error}); copy it again") from error
     return shapes
+
+
+def published_shapes(update: WeightUpdate, *, timeout_s: float) -> Shapes:
+    """Name -> shape of every tensor of a version, without their content.
+
+    Args:
+        update: the version.
+        timeout_s: bound in seconds on the answer of a trainer rank, if the version is in its memory.
+
+    Raises:
+        CheckpointError: a file is damaged.
+        UpdateError: a bucket is missing, or a trainer rank does not answer.
+    """
+    if update.direct is None:
+        return tensor_shapes(update_files(update.path))
+    from async_rl.weights.broadcast import described  # imports torch, which a configuration does without
+
+    return described(update.path.name, update.direct, timeout_s=timeout_s)
 
 
 def hash_checkpoint(checkpoint: Path, *, num_layers: int | None = None) -> WeightsDigest:

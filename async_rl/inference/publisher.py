@@ -36,7 +36,7 @@ from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publish_state import PublishState
-from async_rl.inference.replica import KVPolicy
+from async_rl.inference.replica import DeliveryError, KVPolicy
 from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
 
@@ -99,6 +99,7 @@ class Publisher:
 
     A replica that dies, or does not load the version within `timeout_s`, leaves the pool. The publish continues with
     the remaining replicas. A replica that refuses the version or loads other weights leaves too, unless it is the last.
+    So does one to which a bucket did not come, unless it came to no replica: then they all wait for the next publish.
 
     Args:
         replicas: the replicas that serve the run.
@@ -137,6 +138,7 @@ class Publisher:
         self._trace = trace or Trace(None)
         self._turn = asyncio.Lock()  # a replica must not join during a publish
         self._newest: tuple[WeightUpdate, PublishState] | None = None
+        self._undelivered: dict[Member, DeliveryError] = {}  # during the loads of the last publish
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
         """Return when every remaining replica serves `update`.
@@ -150,6 +152,7 @@ class Publisher:
                 version.
 
         Raises:
+            DeliveryError: a bucket came to no replica, or to no node.
             EngineError: the last replica refused the version or loaded other weights, or one has other parameters than
                 another, of which either may be wrong.
             ReplicaLostError: no replica remains.
@@ -208,9 +211,9 @@ class Publisher:
                 interrupts.create_task(self._interrupt(member))
 
     async def resume(self) -> None:
-        """Resume the replicas after `abort_all`."""
+        """Resume the replicas after `abort_all`, but those that lack buckets of a version."""
         async with self._turn, asyncio.TaskGroup() as resumes:
-            for member in self._pool.live:
+            for member in set(self._pool.live) - self._undelivered.keys():
                 resumes.create_task(self._control(member, member.replica.resume, what="did not resume"))
 
     async def _interrupt(self, member: Member) -> None:
@@ -234,13 +237,16 @@ class Publisher:
         probe: Callable[[Member], None] | None,
     ) -> PublishReport:
         started = time.monotonic()
+        unstaged, self._undelivered = dict[Member, DeliveryError](), {}
         if update.sources:
             await self._deliveries.deliver(update, members.values())
         async with asyncio.TaskGroup() as stagings:
             for member in members.values():
-                stagings.create_task(self._stage(member, update, state))
+                stagings.create_task(self._stage(member, update, state, unstaged))
+        self._blame(unstaged, members.values())
         async with self._prepared_rollouts():
             done = await self._load_all(update, state, members, probe)
+        self._blame(self._undelivered, members.values())
         self._pool.require_any()
         return PublishReport(
             seconds=time.monotonic() - started,
@@ -249,7 +255,9 @@ class Publisher:
             frozen=sum(load.frozen for load in done),
         )
 
-    async def _stage(self, member: Member, update: WeightUpdate, state: PublishState) -> None:
+    async def _stage(
+        self, member: Member, update: WeightUpdate, state: PublishState, unstaged: dict[Member, DeliveryError]
+    ) -> None:
         """Have a replica do what needs no pause: fetch the version, and stage it if versions are staged."""
         late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
         try:
@@ -259,6 +267,9 @@ class Publisher:
                 if self._staged:
                     with self._span("stage", member.replica, update):
                         await member.replica.stage(update)
+        except DeliveryError as error:
+            unstaged[member] = error
+            state.fence(member.name)
         except EngineError as error:
             self._lose(member, error)
             state.fence(member.name)
@@ -296,6 +307,9 @@ class Publisher:
                 async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
                     paused = None if probe is None else partial(probe, member)
                     done.append(await self._load(member.replica, update, state, paused=paused))
+            except DeliveryError as error:
+                self._undelivered[member] = error
+                state.fence(member.name)
             except (ReplicaLostError, _WrongLoad) as error:
                 self._lose(member, error)
                 state.fence(member.name)
@@ -311,6 +325,18 @@ class Publisher:
 
             start_next()
         return done
+
+    def _blame(self, undelivered: Mapping[Member, DeliveryError], members: Collection[Member]) -> None:
+        """Lose the replicas to which a bucket did not come, if it came to another of the members.
+
+        Raises:
+            DeliveryError: it came to none.
+        """
+        failed = {member: error for member, error in undelivered.items() if member.lost is None}
+        if failed and failed.keys() >= {member for member in members if member.lost is None}:
+            raise next(iter(failed.values()))
+        for member, error in failed.items():
+            self._lose(member, error)
 
     def _lose(self, member: Member, error: EngineError) -> None:
         """Remove a replica that died or refused the version; raise the refusal if no other is left."""
@@ -354,7 +380,7 @@ class Publisher:
     async def _load_weights(self, replica: PoolReplica, update: WeightUpdate, *, kv: KVPolicy) -> None:
         try:
             loaded = await replica.load(update, kv=kv)
-        except ReplicaLostError:
+        except (ReplicaLostError, DeliveryError):
             raise
         except EngineError as error:
             raise _WrongLoad(str(error)) from error

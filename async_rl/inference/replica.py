@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -39,7 +39,7 @@ UNKNOWN_LABEL = "unknown"  # label of weights that are not verified; an answer w
 
 
 class DeliveryError(EngineError):
-    """A version did not come by broadcast, because of this node or another one; names the bucket and the server."""
+    """A version did not come from its servers, because of this node or another one; names the bucket and the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +314,7 @@ class EngineBackend(Protocol):
         """Stop all requests inside the engine until `resume`; do nothing if they are stopped."""
         ...
 
-    def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+    async def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
         """Raise ContractError if the engine cannot load the update.
 
         Args:
@@ -528,10 +528,12 @@ class EngineReplica(Generic[BackendT]):
         Memory of the weights is needed twice.
 
         Raises:
+            DeliveryError: a bucket did not come from a trainer rank. The replica continues to serve.
             EngineError: the update is incomplete or damaged, or the engine is dead. The replica continues to serve.
         """
         update = self._here(update)
-        ranks = await self._control("stage", self.backend.stage(update))
+        with self._delivering(update):
+            ranks = await self._control("stage", self.backend.stage(update))
         if problem := difference(update, ranks):
             raise EngineError(f"{self.name}: version {update.weights.version} was not staged whole: {problem}")
 
@@ -546,6 +548,7 @@ class EngineReplica(Generic[BackendT]):
                 the K/V of the old weights stays, and so does the prefix cache.
 
         Raises:
+            DeliveryError: a bucket did not come from a trainer rank.
             EngineError: the replica is not paused, a request in flight is not frozen, the update is incomplete, a
                 bucket has another digest than the published one, or a parameter does not hold the published
                 values. After a failed load the replica serves no request until a load succeeds.
@@ -553,13 +556,16 @@ class EngineReplica(Generic[BackendT]):
         what, update = f"version {update.weights.version}", self._here(update)
         self._gate.require_quiet(f"load of {what}")
         requests = self._gate.in_flight
-        try:
-            self.backend.check_update(update, kv=kv, in_flight=bool(requests))
-        except ContractError as error:
-            raise EngineError(f"{self.name}: {error}") from error
+        with self._delivering(update):
+            try:
+                await self.backend.check_update(update, kv=kv, in_flight=bool(requests))
+            except ContractError as error:
+                raise EngineError(f"{self.name}: {error}") from error
         self._gate.weights_unverified = f"{what} was not loaded whole"
         try:
-            self._verify(update, await self._control("load", self.backend.load(update, kv=kv, requests=requests)))
+            with self._delivering(update):
+                ranks = await self._control("load", self.backend.load(update, kv=kv, requests=requests))
+            self._verify(update, ranks)
             await self._control("load", self.backend.label(weight_label(update.weights)))
         except EngineError:
             with contextlib.suppress(EngineError):
@@ -568,6 +574,20 @@ class EngineReplica(Generic[BackendT]):
         self._gate.weights_unverified = None
         self._loaded.replace(update.weights, in_flight=bool(self._gate.in_flight))
         return update.weights
+
+    @contextlib.contextmanager
+    def _delivering(self, update: WeightUpdate) -> Generator[None]:
+        """Raise DeliveryError in place of an error that names a bucket that did not come from a trainer rank."""
+        try:
+            yield
+        except ReplicaLostError:
+            raise
+        except EngineError as error:
+            from async_rl.weights.group import UNDELIVERED  # imports torch, which a configuration does without
+
+            if update.direct is None or UNDELIVERED not in str(error):
+                raise
+            raise DeliveryError(str(error)) from error
 
     def _here(self, update: WeightUpdate) -> WeightUpdate:
         """The update with the folder that the engine reads."""

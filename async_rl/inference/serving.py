@@ -162,7 +162,7 @@ def serving_problems(
             f"{checkpoint}; lower it"
         )
     if config.kv_cache_dtype != "auto" and device_of(config) == "cpu":
-        yield f"engine.kv_cache_dtype is {config.kv_cache_dtype} on the CPU, where only `auto` works; use a GPU, or auto"
+        yield f"engine.kv_cache_dtype is {config.kv_cache_dtype} on the CPU, which has `auto` only; use a GPU, or auto"
     yield from _split_problems(config, info, fields)
     yield from _expert_problems(config, info, fields)
 

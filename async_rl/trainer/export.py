@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,21 +18,28 @@ from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import WeightsDigest, digest_of
+from async_rl.weights.host_copy import HostCopy
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.pretrained import save_adapter, save_pretrained
 from async_rl.weights.remote import upload
+from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.transport import (
     MANIFEST,
+    Backend,
     Bases,
+    Direct,
     Source,
     WeightUpdate,
     discard_remote_updates,
     discard_updates,
     finish_update,
+    update_of,
     version_folder,
     write_bucket,
 )
+
+_Tensors: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
 
 def export_update(
@@ -44,6 +51,7 @@ def export_update(
     bases: Bases | None = None,
     servers: Sequence[str] | None = None,
     files: MappedFiles | None = None,
+    ring: Iterator[HostCopy] | None = None,
 ) -> WeightUpdate | None:
     """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
 
@@ -56,6 +64,7 @@ def export_update(
         bases: what this rank has published last, if versions are written as changes; they become this version.
         servers: address of the server of the node of each rank, by rank, if each node has its own `directory`.
         files: that this rank has overwritten.
+        ring: at least two buffers, in turn, if the weights are on a GPU: one is filled while another is written.
 
     Returns:
         the written version on rank 0, None on other ranks.
@@ -65,13 +74,13 @@ def export_update(
         UpdateError: an object store has a damaged manifest.
     """
     if isinstance(directory, str):
-        return _export_remote(source, directory, version=version, keep_version=keep_version, bases=bases)
+        return _export_remote(source, directory, version=version, keep_version=keep_version, bases=bases, ring=ring)
     rank = dist.get_rank()
     folder = version_folder(directory, version)
     base = None if bases is None else bases.base_of_next()
     if rank == (0 if servers is None else servers.index(servers[rank])):
         discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
-    parts = _write_buckets(source, partial(write_bucket, folder, bases=bases, files=files))
+    parts = _write_buckets(source, partial(write_bucket, folder, bases=bases, files=files), copy=_in_turn(ring))
     if bases is not None:
         bases.published(version)
     if parts is None:
@@ -81,7 +90,13 @@ def export_update(
 
 
 def _export_remote(
-    source: WeightSource, url: str, *, version: int, keep_version: int, bases: Bases | None
+    source: WeightSource,
+    url: str,
+    *,
+    version: int,
+    keep_version: int,
+    bases: Bases | None,
+    ring: Iterator[HostCopy] | None,
 ) -> WeightUpdate | None:
     """As `export_update`, into an object store. Rank 0 uploads the manifest when all buckets are there."""
     rank = dist.get_rank()
@@ -98,7 +113,7 @@ def _export_remote(
                 file.unlink()
             return digest
 
-        parts = _write_buckets(source, write)
+        parts = _write_buckets(source, write, copy=_in_turn(ring))
         if bases is not None:
             bases.published(version)
         if parts is None:
@@ -120,21 +135,60 @@ def _upload_folder(url: str, rank: int) -> Generator[Path]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def export_direct(
+    source: WeightSource,
+    directory: Path,
+    *,
+    version: int,
+    keep_version: int,
+    snapshots: Snapshots,
+    servers: Sequence[str],
+    backend: Backend,
+) -> WeightUpdate | None:
+    """As `export_update`, into the memory of each rank, from which engines receive it.
+
+    Args:
+        snapshots: of this rank.
+        servers: address of the server of each rank, by rank.
+        backend: of the groups that engines form with them.
+    """
+    snapshots.discard(keep_version=keep_version)
+    parts = _write_buckets(source, lambda _, tensors: digest_of(tensors), copy=partial(snapshots.start, version))
+    if parts is None:
+        return None
+    update = update_of(version_folder(directory, version), version=version, buckets=_in_order(parts))
+    return replace(update, direct=Direct(_sources(servers, parts), backend))
+
+
+def _in_turn(ring: Iterator[HostCopy] | None) -> Callable[[int, _Tensors], HostCopy] | None:
+    """Copies each bucket into the next buffer of a ring."""
+    return None if ring is None else lambda _, tensors: next(ring).start(tensors)
+
+
 def _write_buckets(
-    source: WeightSource, write: Callable[[int, Sequence[tuple[str, Tensor]]], WeightsDigest]
+    source: WeightSource,
+    write: Callable[[int, _Tensors], WeightsDigest],
+    *,
+    copy: Callable[[int, _Tensors], HostCopy] | None,
 ) -> list[dict[int, WeightsDigest]] | None:
     """Call `write` for each bucket of this rank; on rank 0, return number -> digest of the buckets of each rank.
 
     Returns on rank 0 when all buckets are written.
+
+    Args:
+        source: weights of all ranks.
+        write: takes number and tensors of a bucket, and returns their digest.
+        copy: starts to copy a bucket to the host, and returns the copy, which is written; None writes the tensors.
     """
     mine: dict[int, WeightsDigest] = {}
     with ThreadPoolExecutor(1) as writer:
         writing: tuple[int, Future[WeightsDigest]] | None = None
         for bucket, tensors in source.buckets():  # the next bucket is gathered while this rank, or another, writes one
             if tensors:
+                read = partial(list, tensors) if copy is None else copy(bucket.number, tensors).tensors
                 if writing is not None:
                     mine[writing[0]] = writing[1].result()
-                writing = bucket.number, writer.submit(write, bucket.number, tensors)
+                writing = bucket.number, writer.submit(lambda n, of: write(n, of()), bucket.number, read)
         if writing is not None:
             mine[writing[0]] = writing[1].result()
     parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

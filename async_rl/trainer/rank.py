@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from agent_loop.timeline import Timeline
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
-from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained, export_update
+from async_rl.trainer.export import adapter_folder, export_adapter, export_direct, export_pretrained, export_update
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
@@ -34,9 +35,11 @@ from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
 from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.host_copy import HostCopy
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.overwrite import MappedFiles
-from async_rl.weights.transport import Bases, WeightUpdate, remove_directory
+from async_rl.weights.snapshots import Snapshots
+from async_rl.weights.transport import Backend, Bases, WeightUpdate, remove_directory
 
 _TRIM_THRESHOLD, _MAX_MAPPED_BLOCKS = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
 
@@ -71,7 +74,9 @@ class TrainerRank:
         world_size: number of ranks.
         rendezvous: host:port of the store of the ranks; None for a single rank.
         delta: publish most versions as changes of the version before; takes the memory of the weights that a rank owns.
-        host: address of this node, if versions stay in its memory and are served from there (`sync.route=broadcast`).
+        host: address of this node, if versions stay in its memory and are served from there (`sync.route=broadcast` or
+            `direct`).
+        direct: backend by which engines receive versions from the memory of this rank; None with other routes.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Attributes:
@@ -94,6 +99,7 @@ class TrainerRank:
         rendezvous: str | None = None,
         delta: bool = False,
         host: str | None = None,
+        direct: Backend | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(config.threads)
@@ -115,7 +121,11 @@ class TrainerRank:
         self._bases = Bases() if delta else None
         self._host = host
         self._server: VersionServer | None = None
-        self._servers: list[str] | None = None  # of the node of each rank, from the first export on
+        self._servers: list[str] | None = None  # of the node of each rank, or of the rank, from the first export on
+        stream = torch.cuda.Stream(self._groups.device) if self._groups.device.type == "cuda" else None
+        self._ring = None if stream is None else cycle((HostCopy(stream), HostCopy(stream)))
+        self._direct: Backend | None = direct
+        self._snapshots = Snapshots(stream)
         self._files = MappedFiles()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner(config=config, loss=loss)
@@ -261,6 +271,16 @@ class TrainerRank:
         if self._host is not None and self._servers is None and isinstance(directory, Path):
             self._servers = self._serve(self._host, directory)
         with self.timeline.span("export", version=version):
+            if self._direct is not None and self._servers is not None and isinstance(directory, Path):
+                return export_direct(
+                    self._source,
+                    directory,
+                    version=version,
+                    keep_version=keep_version,
+                    snapshots=self._snapshots,
+                    servers=self._servers,
+                    backend=self._direct,
+                )
             return export_update(
                 self._source,
                 directory,
@@ -269,15 +289,16 @@ class TrainerRank:
                 bases=self._bases,
                 servers=self._servers,
                 files=self._files,
+                ring=self._ring,
             )
 
     def _serve(self, host: str, directory: Path) -> list[str]:
-        """Start a server of versions on the first rank of each node; return that of the node of each rank."""
-        hosts = self._groups.gather(host)
-        if hosts.index(host) == self._groups.rank:
-            self._server = VersionServer(host, directory)
+        """Start a server of versions on the first rank of each node, or on all; return the one of each rank."""
+        places = self._groups.gather(host if self._direct is None else f"{host}, rank {self._groups.rank}")
+        if places.index(places[self._groups.rank]) == self._groups.rank:
+            self._server = VersionServer(host, directory if self._direct is None else self._snapshots)
         addresses = self._groups.gather(None if self._server is None else self._server.address)
-        return [addresses[hosts.index(other)] for other in hosts]
+        return [addresses[places.index(place)] for place in places]
 
     def remove_updates(self, directory: Path | str) -> None:
         """Remove `directory` with all versions, on the machine of rank 0, or on those of all ranks if they serve it."""

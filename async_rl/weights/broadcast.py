@@ -1,12 +1,18 @@
-"""Sends the files of a version to the memory of other nodes, in groups of torch.distributed (gloo or NCCL).
+"""Sends versions from memory to memory: files to other nodes, or buckets of trainer ranks to the ranks of engines.
 
-A process that has versions in the memory of its node serves them: one trainer rank of each node, and a replica if
-another one comes late. The receivers of a version, one process of each node, form a group with each server:
+With `sync.route=broadcast`, a process that has the files of versions in the memory of its node serves them: one trainer
+rank of each node, and a replica if another one comes late. One process of each other node receives and writes files:
 
     trainer rank 0    buckets 0, 2  -> | node A | node B | node C |
     trainer rank 8    buckets 1, 3  -> | node A | node B | node C |
 
-A server sends in threads of its own, and only reads files, so that its trainer trains meanwhile.
+With `sync.route=direct`, each trainer rank that owns buckets serves a copy in its own memory. The ranks of an engine
+receive it while they load (`async_rl.weights.group.received`), each engine in a delivery for itself:
+
+    trainer rank 0    buckets 0, 2  -> | rank 0 | rank 1 |  of replica-0, later of replica-1
+    trainer rank 1    buckets 1, 3  -> | rank 0 | rank 1 |
+
+A server sends in separate threads, and only reads, so that its trainer trains meanwhile.
 """
 
 from __future__ import annotations
@@ -17,9 +23,8 @@ import logging
 import mmap
 import queue
 import threading
-import time
+import uuid
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,31 +33,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from async_rl.weights.group import IDLE, UNDELIVERED, answer_of, ask, connect, joined, member
 from async_rl.weights.overwrite import bytes_to_fill
-from async_rl.weights.transport import SPARE, Backend, Seat, Source, UpdateError, bucket_file
+from async_rl.weights.snapshots import Snapshots
+from async_rl.weights.transport import SPARE, Direct, Seat, Source, UpdateError, bucket_file
 
 _log = logging.getLogger(__name__)
-_IDLE = timedelta(days=1)  # time for which a server waits for a request before it waits again
-_STOP = "stop"
-_POLL_S = 0.001  # time between two looks at a broadcast
-_LOOK_S = 0.1  # time between two looks at the other members
 
 
 class VersionServer:
-    """Sends versions of this node to whoever asks, until `close`.
+    """Sends versions to the processes that ask, until `close`.
 
     Args:
         host: address of this node for the others.
-        directory: parent of the folders of the versions.
+        held: parent of the folders of the versions, or the buckets in this process.
 
     Attributes:
         address: host:port.
     """
 
-    def __init__(self, host: str, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, host: str, held: Path | Snapshots) -> None:
+        self._held = held
         self._ended: list[str] = []  # names of deliveries
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         self.address = f"{host}:{self._store.port}"
@@ -61,22 +64,22 @@ class VersionServer:
 
     def close(self) -> None:
         """Take no further request; deliveries under way continue."""
-        _ask(_connect(self.address, _IDLE), _STOP)
+        ask(connect(self.address, IDLE), None)
         self._thread.join()
 
     def _serve(self) -> None:
-        store = _connect(self.address, _IDLE)
+        store = connect(self.address, IDLE)
         number = 1
         while True:
             try:
-                request = store.get(f"request {number}")
-            except dist.DistStoreError:  # nobody asked for a day
+                request = json.loads(store.get(f"request {number}"))
+            except dist.DistStoreError:  # no request came for a day
                 continue
-            if request == _STOP.encode():
+            if request is None:
                 return
             store.delete_key(f"request {number}")
             self._forget_ended(store)
-            threading.Thread(target=self._send, args=(json.loads(request),), daemon=True).start()
+            threading.Thread(target=self._send, args=(request,), daemon=True).start()
             number += 1
 
     def _forget_ended(self, store: TCPStore) -> None:
@@ -90,21 +93,35 @@ class VersionServer:
         """Send the buckets of a request. If this fails, it fails in the receivers too, which report it."""
         timeout = timedelta(seconds=request["timeout_s"])
         store = PrefixStore(request["delivery"], self._store)
+        version, numbers, size = request["version"], request["buckets"], request["size"]
         try:
             try:
-                files = [bucket_file(self._directory / request["version"], number) for number in request["buckets"]]
-                answer = {"sizes": [file.stat().st_size for file in files]}
-            except OSError as error:
+                buckets = [self._described(version, number) for number in numbers]
+            except (OSError, UpdateError) as error:
                 store.set("answer", json.dumps({"error": str(error)}))
                 raise
-            store.set("answer", json.dumps(answer))
-            with _group(store, rank=0, size=request["size"] + 1, backend=request["backend"], timeout=timeout) as group:
-                for file in files:
-                    group.broadcast(_mapped(file))
+            store.set("answer", json.dumps({"buckets": buckets}))
+            if not size:
+                return
+            with member(store, rank=0, size=size + 1, backend=request["backend"], timeout=timeout) as group:
+                for number in numbers:
+                    group.broadcast(self._data(version, number))
         except Exception as error:  # noqa: BLE001 - the receivers report it
-            _log.warning("a delivery of %s ended early: %s", request["version"], error)
+            _log.warning("a delivery of %s ended early: %s", version, error)
         finally:
             self._ended.append(request["delivery"])
+
+    def _described(self, version: str, number: int) -> dict[str, Any]:
+        """Size of a bucket in bytes, and its layout if it is in this process."""
+        if isinstance(self._held, Path):
+            return {"size": bucket_file(self._held / version, number).stat().st_size}
+        bucket = self._held.bucket(version, number)
+        return {"size": len(bucket.data), "layout": bucket.layout}
+
+    def _data(self, version: str, number: int) -> Tensor:
+        if isinstance(self._held, Path):
+            return _mapped(bucket_file(self._held / version, number))
+        return self._held.bucket(version, number).data
 
 
 def receive(version: str, seat: Seat, *, into: Path) -> Generator[int]:
@@ -131,6 +148,31 @@ def receive(version: str, seat: Seat, *, into: Path) -> Generator[int]:
         yield found
 
 
+def described(version: str, direct: Direct, *, timeout_s: float) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of each tensor of a version that trainer ranks have in their memory.
+
+    Args:
+        version: name of its folder.
+        direct: the ranks.
+        timeout_s: bound on the answer of each.
+
+    Raises:
+        UpdateError: a rank does not have it, or does not answer.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for address, numbers in direct.sources:
+        name = uuid.uuid4().hex
+        request = {"version": version, "buckets": numbers, "delivery": name, "size": 0, "timeout_s": timeout_s}
+        try:
+            server = connect(address, timedelta(seconds=timeout_s))
+            ask(server, request)
+            for bucket in answer_of(PrefixStore(name, server)):
+                shapes |= {name: tuple(shape) for name, _, shape, _ in bucket["layout"]}
+        except RuntimeError as error:
+            raise UpdateError(f"bucket {numbers[0]} of {version} {UNDELIVERED} {address}: {error}") from error
+    return shapes
+
+
 def end_delivery(seat: Seat, reason: str) -> None:
     """End a delivery for all its members because one of them died.
 
@@ -139,7 +181,7 @@ def end_delivery(seat: Seat, reason: str) -> None:
     """
     for source in seat.sources:
         with contextlib.suppress(RuntimeError):  # the server may be gone
-            server = _connect(source.address, timedelta(seconds=seat.timeout_s))
+            server = connect(source.address, timedelta(seconds=seat.timeout_s))
             PrefixStore(seat.delivery, server).set("failure", reason)
 
 
@@ -148,93 +190,21 @@ def _receive_from(
 ) -> None:
     """Receive the buckets of one server and report each, or the first error."""
     awaited = f"the group of {source.address} and {seat.size} receivers of {version} did not form"
+    delivery = {
+        "version": version,
+        "delivery": seat.delivery,
+        "backend": seat.backend,
+        "timeout_s": seat.timeout_s,
+    }
     try:
-        timeout = timedelta(seconds=seat.timeout_s)
-        server = _connect(source.address, timeout)
-        if seat.index == 0:
-            request = {
-                "version": version,
-                "buckets": source.buckets,
-                "delivery": seat.delivery,
-                "size": seat.size,
-                "backend": seat.backend,
-                "timeout_s": seat.timeout_s,
-            }
-            _ask(server, json.dumps(request))
-        store = PrefixStore(seat.delivery, server)
-        answer = json.loads(store.get("answer"))
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        rank, size = seat.index + 1, seat.size + 1
-        with _group(store, rank=rank, size=size, backend=seat.backend, timeout=timeout) as group:
-            for number, num_bytes in zip(source.buckets, answer["sizes"], strict=True):
-                awaited = f"bucket {number} of {version} did not come from {source.address}"
+        with joined(delivery, source.address, source.buckets, index=seat.index, size=seat.size) as (group, buckets):
+            for number, bucket in zip(source.buckets, buckets, strict=True):
+                awaited = f"bucket {number} of {version} {UNDELIVERED} {source.address}"
                 file = bucket_file(into, number)
-                group.broadcast(torch.from_numpy(bytes_to_fill(file, num_bytes, spare=file.with_suffix(SPARE))))
+                group.broadcast(torch.from_numpy(bytes_to_fill(file, bucket["size"], spare=file.with_suffix(SPARE))))
                 arrived(number)
     except Exception as error:  # noqa: BLE001 - the caller waits for each bucket or for an error
         arrived(UpdateError(f"{awaited}: {error}"))
-
-
-@contextmanager
-def _group(store: Store, *, rank: int, size: int, backend: Backend, timeout: timedelta) -> Generator[_Group]:
-    """A member of a group, which ends for all members if the block fails."""
-    group = _Group(store, rank=rank, size=size, backend=backend, timeout=timeout)
-    try:
-        yield group
-    except Exception as error:
-        group.fail(str(error))
-        raise
-
-
-class _Group:
-    """The group of a server, which has rank 0, and its receivers. A member that fails ends the group for all."""
-
-    def __init__(self, store: Store, *, rank: int, size: int, backend: Backend, timeout: timedelta) -> None:
-        self._store = store
-        self._rank = rank
-        self._timeout_s = timeout.total_seconds()
-        if backend == "gloo":
-            self._gpu = None
-            self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
-        else:
-            self._gpu = torch.device("cuda", torch.cuda.current_device())
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = _IDLE  # when it is over, torch ends the process
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def broadcast(self, data: Tensor) -> None:
-        """Send CPU bytes of rank 0 to all others.
-
-        Raises:
-            RuntimeError: it took longer than the time-out, or a member failed.
-        """
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        held = data
-        if self._gpu is not None:
-            held = data.to(self._gpu) if self._rank == 0 else torch.empty_like(data, device=self._gpu)
-        work, started = self._group.broadcast([held], options), time.monotonic()
-        looked = started
-        while not work.is_completed():
-            time.sleep(_POLL_S)
-            now = time.monotonic()
-            if now - started > self._timeout_s:
-                raise RuntimeError(f"the broadcast took longer than {self._timeout_s:g} s")
-            if now - looked > _LOOK_S:
-                looked = now
-                if self._store.check(["failure"]):
-                    raise RuntimeError(f"another member failed: {self._store.get('failure').decode()}")
-        work.wait()  # raises its error
-        if held is not data and self._rank:
-            data.copy_(held)
-
-    def fail(self, error: str) -> None:
-        """End the group. A member that starts to wait after another has left would not notice it otherwise."""
-        with contextlib.suppress(RuntimeError):  # the server may be gone
-            if not self._store.check(["failure"]):
-                self._store.set("failure", error)
-        self._group.abort()
 
 
 def _mapped(file: Path) -> Tensor:
@@ -242,12 +212,3 @@ def _mapped(file: Path) -> Tensor:
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a private mapping that torch accepts would be a copy
     with file.open("r+b") as opened:
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0, flags=flags), dtype=torch.uint8)
-
-
-def _connect(address: str, timeout: timedelta) -> TCPStore:
-    host, _, port = address.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def _ask(server: TCPStore, request: str) -> None:
-    server.set(f"request {server.add('requests', 1)}", request)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 from xxhash import xxh3_128
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    _Bucket: TypeAlias = Sequence[tuple[str, torch.Tensor]]
 
 MAX_THREADS = 4
 """Threads that copy or hash the tensors of a bucket."""
@@ -114,26 +117,28 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_share(
-    files: Sequence[Path],
+    buckets: Iterable[Sequence[tuple[str, torch.Tensor]]],
     load: Callable[[Iterator[tuple[str, torch.Tensor]]], object],
     *,
     sums: Callable[[torch.Tensor], list[list[int]]],
     rank: int,
     ranks: int,
+    ahead: int = 1,
 ) -> dict[str, Any]:
     """Load all tensors of a version on one rank of an engine, and hash the buckets of this rank.
 
-        rank 0 of 2   hashes buckets 0, 2, 4, and maps 1, 3
-        rank 1 of 2   hashes buckets 1, 3, and maps 0, 2, 4
+        rank 0 of 2   hashes buckets 0, 2, 4, and only loads 1, 3
+        rank 1 of 2   hashes buckets 1, 3, and only loads 0, 2, 4
 
-    A thread hashes the next bucket while `load` uses the tensors before it.
+    A thread takes and hashes the next bucket while `load` uses the tensors before it.
 
     Args:
-        files: of the buckets, by number.
-        load: called once with (Hugging Face name, CPU tensor) of every tensor.
+        buckets: (Hugging Face name, tensor on any device) of each bucket, by number; see `mapped`.
+        load: called once with (name, tensor) of every tensor.
         sums: see `async_rl.weights.checksum.sums_for`; called for each tensor that this rank hashes.
         rank: of this process.
         ranks: of the engine.
+        ahead: most buckets in memory that `load` has not begun.
 
     Returns:
         the fields of `async_rl.inference.loads.RankLoad` without parameters, as JSON. They are of the tensors that
@@ -141,53 +146,68 @@ def load_share(
 
     Raises:
         OSError: a file is missing or cut; names it.
+        RuntimeError: a bucket was not received; names it.
     """
-    buckets: dict[int, WeightsDigest] = {}
+    found: dict[int, WeightsDigest] = {}
     names: list[str] = []
     published: dict[str, list[list[int]]] = {}
+    numbered = enumerate(buckets)
+
+    def take() -> tuple[int, _Bucket, WeightsDigest | None, dict[str, list[list[int]]]] | None:
+        for number, held in numbered:
+            digest, its_sums = _hashed(held, sums) if number % ranks == rank else (None, {})
+            return number, held, digest, its_sums
+        return None
+
+    def noted(
+        number: int, held: _Bucket, digest: WeightsDigest | None, its_sums: dict[str, list[list[int]]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        published.update(its_sums)
+        if digest is not None:
+            found[number] = WeightsDigest()
+        for name, tensor in held:
+            names.append(name)
+            if digest is not None:
+                found[number].add(name, of=digest)
+            yield name, tensor
 
     with ThreadPoolExecutor(1) as thread:
-        hashing = {number: thread.submit(_hashed, files[number], sums) for number in range(rank, len(files), ranks)}
+        taking = deque(thread.submit(take) for _ in range(ahead))
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for number, file in enumerate(files):
-                if number not in hashing:
-                    for name, tensor in _named(file):
-                        names.append(name)
-                        yield name, tensor
-                    continue
-                held, digest, found = hashing.pop(number).result()
-                published.update(found)
-                buckets[number] = WeightsDigest()
-                for name, tensor in held:
-                    names.append(name)
-                    buckets[number].add(name, of=digest)
-                    yield name, tensor
+            while (taken := taking.popleft().result()) is not None:
+                taking.append(thread.submit(take))
+                yield from noted(*taken)
+                del taken  # its memory is free before the next bucket but one is taken
 
         try:
             load(tensors())
         finally:
             thread.shutdown(cancel_futures=True)
     return {
-        "buckets": [[number, digest.hexdigest()] for number, digest in buckets.items()],
+        "buckets": [[number, digest.hexdigest()] for number, digest in found.items()],
         "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
         "published": published,
     }
 
 
+def mapped(files: Iterable[Path]) -> Iterator[_Bucket]:
+    """(name, mapped CPU tensor) of the tensors of each safetensors file.
+
+    Raises:
+        OSError: a file is missing or cut; names it.
+    """
+    for file in files:
+        try:
+            yield list(read_tensors(file))
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{file} cannot be read: {error}") from error
+
+
 def _hashed(
-    file: Path, sums: Callable[[torch.Tensor], list[list[int]]]
-) -> tuple[list[tuple[str, torch.Tensor]], WeightsDigest, dict[str, list[list[int]]]]:
-    """Tensors of a bucket, their digest, and name -> sums of each."""
-    held = list(_named(file))
+    held: _Bucket, sums: Callable[[torch.Tensor], list[list[int]]]
+) -> tuple[WeightsDigest, dict[str, list[list[int]]]]:
+    """Digest of a bucket, and name -> sums of each tensor."""
     with ThreadPoolExecutor(num_threads()) as pool:
         found = dict(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
-    return held, digest_of(held), found
-
-
-def _named(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """`read_tensors` with errors that name the file."""
-    try:
-        yield from read_tensors(file)
-    except (OSError, SafetensorError) as error:
-        raise OSError(f"{file} cannot be read: {error}") from error
+    return digest_of((name, tensor.cpu()) for name, tensor in held), found

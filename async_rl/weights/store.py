@@ -38,6 +38,7 @@ from async_rl.weights.transport import (
     read_bucket,
     save_bucket,
     update_buckets,
+    version_number,
     write_manifest,
 )
 
@@ -204,7 +205,7 @@ class LocalStore:
         with contextlib.suppress(FileNotFoundError):
             self._spare.replace(partial)
         yield partial
-        write_manifest(partial, version=int(local.name.split("-")[1]), base=None, buckets=digests)
+        write_manifest(partial, version=version_number(local.name), base=None, buckets=digests)
         shutil.rmtree(local, ignore_errors=True)  # of a killed run, which had other weights
         partial.replace(local)
         self._keep_only(local)

@@ -23,6 +23,7 @@ import contextlib
 import json
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class UpdateError(Exception):
 
 
 class Source(NamedTuple):
-    """A server of the route `broadcast`, and the buckets of a version that it sends."""
+    """A server of the route `broadcast` or `direct`, and the buckets of a version that it sends."""
 
     address: str
     """host:port of the `async_rl.weights.broadcast.VersionServer`."""
@@ -80,11 +81,21 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
+class Direct:
+    """Where the ranks of engines receive a version with `sync.route=direct`."""
+
+    sources: tuple[Source, ...]
+    """Servers of the trainer ranks that own the buckets."""
+    backend: Backend
+    """NCCL needs a GPU in each trainer rank and in each rank of an engine."""
+
+
+@dataclass(frozen=True, slots=True)
 class WeightUpdate:
     """A published version."""
 
     path: Path
-    """Folder of the version; its tensors have Hugging Face names. With `url` it only has the name."""
+    """Folder of the version; its tensors have Hugging Face names. With `url` or `direct` it only has the name."""
     weights: WeightVersion
     """Version number and digest of the tensors."""
     buckets: tuple[str, ...] = ()
@@ -93,11 +104,43 @@ class WeightUpdate:
     """Servers of the route `broadcast`; empty if `path` is on this node or in a folder that all nodes see."""
     url: str | None = None
     """Folder of the version in an object store; None if it is not in one."""
+    direct: Direct | None = None
+    """Memory of the trainer ranks, from which engines load the version; None if they load files."""
 
 
 def version_folder(directory: Path, version: int) -> Path:
     """Folder of a version."""
     return directory / f"weights-{version}"
+
+
+def version_number(folder: str) -> int:
+    """Version of the name of a folder: 7 of weights-7."""
+    return int(folder.rpartition("-")[2])
+
+
+def readable_by_ranks(update: WeightUpdate, *, timeout_s: float) -> str:
+    """Where all ranks of one engine read a version: its folder, or a new delivery as JSON.
+
+    /dev/shm/run/weights-7
+
+    {"version": "weights-7", "delivery": "3f0c", "sources": [["10.0.0.1:4000", [0, 2]]], "backend": "gloo",
+     "timeout_s": 60.0}
+
+    Args:
+        update: the version.
+        timeout_s: bound in seconds on the whole delivery.
+    """
+    if update.direct is None:
+        return str(update.path.absolute())
+    return json.dumps(
+        {
+            "version": update.path.name,
+            "delivery": uuid.uuid4().hex,
+            "sources": update.direct.sources,
+            "backend": update.direct.backend,
+            "timeout_s": timeout_s,
+        }
+    )
 
 
 @dataclass(slots=True)
@@ -208,14 +251,16 @@ def finish_update(
         buckets: digest of each bucket, by its number.
         base: version against which the changes in the buckets were written; None if they are complete.
     """
+    update = update_of(folder, version=version, buckets=buckets)
+    write_manifest(folder, version=version, base=base, buckets=update.buckets)
+    return update
+
+
+def update_of(folder: Path, *, version: int, buckets: Sequence[WeightsDigest]) -> WeightUpdate:
+    """A version of buckets with these digests, in order; see `finish_update`."""
     digests = tuple(bucket.hexdigest() for bucket in buckets)
-    write_manifest(folder, version=version, base=base, buckets=digests)
     total = WeightsDigest.of(buckets)
-    return WeightUpdate(
-        path=folder,
-        weights=WeightVersion(version, total.hexdigest()),
-        buckets=digests,
-    )
+    return WeightUpdate(path=folder, weights=WeightVersion(version, total.hexdigest()), buckets=digests)
 
 
 def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
@@ -281,7 +326,7 @@ def discard_updates(directory: Path, *, keep_version: int, spare_for: Path | Non
         needed.add(folder)
         folder = base_of(folder) or folder
     for folder in directory.glob("weights-*"):
-        if int(folder.name.split("-")[1]) < keep_version and folder not in needed:
+        if version_number(folder.name) < keep_version and folder not in needed:
             discard_update(folder, spare_for=spare_for)
 
 
@@ -302,7 +347,7 @@ def discard_remote_updates(url: str, *, keep_version: int) -> None:
         OSError: the store does not answer, or does not remove a version.
         UpdateError: a manifest is damaged.
     """
-    numbers = {int(name.split("-")[1]) for name in remote.list_names(url) if name.startswith("weights-")}
+    numbers = {version_number(name) for name in remote.list_names(url) if name.startswith("weights-")}
     needed, version = set[int](), keep_version
     with tempfile.TemporaryDirectory() as scratch:
         while version in numbers - needed:

@@ -19,9 +19,11 @@ from async_rl.inference.pool import PoolReplica
 from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
 from async_rl.inference.replica import KVPolicy
 from async_rl.weights.broadcast import VersionServer
+from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
     Bases,
+    Direct,
     Source,
     WeightUpdate,
     discard_updates,
@@ -134,6 +136,41 @@ class RunFolder:
         self.written[version] = finish_update(folder, version=version, buckets=buckets, base=base)
 
 
+class TrainerMemory:
+    """Two trainer ranks that keep versions in their memory and serve them, with `sync.route=direct`.
+
+    Args:
+        updates: sets of weights, which the versions take in turn.
+
+    Attributes:
+        ranks: what each keeps.
+    """
+
+    def __init__(self, updates: Sequence[WeightUpdate]) -> None:
+        self._updates = updates
+        self.ranks = [Snapshots(), Snapshots()]
+        self._servers = [VersionServer(HOST, held) for held in self.ranks]
+
+    def write(self, version: int) -> WeightUpdate:
+        """Keep a version, and forget those that no replica may need."""
+        source = self._updates[version % len(self._updates)]
+        numbers: list[list[int]] = [[], []]
+        for held in self.ranks:
+            held.discard(keep_version=version - 1)
+        for number, file in enumerate(update_files(source.path)):
+            self.ranks[number % 2].start(version, number, read_tensors(file)).tensors()
+            numbers[number % 2].append(number)
+        sources = (Source(s.address, tuple(n)) for s, n in zip(self._servers, numbers, strict=True))
+        weights = WeightVersion(version, source.weights.digest)
+        direct = Direct(tuple(sources), "gloo")
+        return replace(source, path=Path(f"weights-{version}"), weights=weights, direct=direct)
+
+    def close(self) -> None:
+        """End the servers."""
+        for server in self._servers:
+            server.close()
+
+
 class EngineUnderTest:
     """A replica that records its requests and answers.
 
@@ -166,6 +203,7 @@ class EngineUnderTest:
         self._version = -1
         self._server: VersionServer | None = None
         self._folder: RunFolder | None = None
+        self._memory: TrainerMemory | None = None
         self._running: list[GenerateRequest] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._slow: asyncio.Task[None] | None = None
@@ -256,6 +294,8 @@ class EngineUnderTest:
 
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
+        if self._memory is not None:
+            return self._memory.write(version)
         if self._folder is not None and version in self._folder.written:
             return self._folder.written[version]
         source = self._updates[version % len(self._updates)]
@@ -274,6 +314,13 @@ class EngineUnderTest:
         finally:
             self._server.close()
             self._server = None
+
+    @contextlib.contextmanager
+    def direct(self) -> Generator[TrainerMemory]:
+        """Publish from the memory of trainer ranks in this block."""
+        with contextlib.closing(TrainerMemory(self._updates)) as self._memory:
+            yield self._memory
+        self._memory = None
 
     @contextlib.contextmanager
     def folder(self, directory: Path, folder: RunFolder) -> Generator[None]:

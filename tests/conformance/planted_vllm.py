@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from async_rl.inference.vllm import worker
 from async_rl.inference.vllm.worker import LoadsUpdates
-from async_rl.weights.digest import read_tensors
 from tests.conformance.planted import LOADS
 
 load_share = worker.load_share
@@ -42,18 +40,19 @@ class PlantedLoads(LoadsUpdates):
 
 
 def _spoiled(
-    files: Sequence[Path], load: Callable[[Iterator[tuple[str, Any]]], object], **options: Any
+    buckets: Iterable[Any], load: Callable[[Iterator[tuple[str, Any]]], object], **options: Any
 ) -> dict[str, Any]:
     """Instead of `async_rl.weights.digest.load_share`: the report is right, and the tensors have the fault.
 
     skipped: the loader of rank 1 does not take the last tensor.
     """
+    held = list(buckets)
 
     def spoil(tensors: Iterator[tuple[str, Any]]) -> None:
         if PlantedLoads.fault == "skipped":
-            taken = sum(1 for file in files for _ in read_tensors(file)) - (torch.distributed.get_rank() == 1)
+            taken = sum(map(len, held)) - (torch.distributed.get_rank() == 1)
             load(islice(tensors, taken))
         else:
             load(iter(LOADS.spoiled(PlantedLoads.fault, list(tensors))))
 
-    return load_share(files, spoil, **options)
+    return load_share(held, spoil, **options)

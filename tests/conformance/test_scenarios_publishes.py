@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import KVPolicy
+from async_rl.inference.replica import DeliveryError, KVPolicy
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
@@ -38,12 +38,14 @@ TOKENS = 80
 # K/V of other weights that `keep-keep` leaves in the prefix cache would serve an aborted request.
 MODES = {"computed": ["resume", "resume", "keep-recompute", "keep-recompute", "drain"], "kept": ["keep-keep"]}
 SERVERS = ("vllm", "sglang", "vllm-tp2", "sglang-tp2")
-ROUTES = ("memory", "broadcast", "folder", "delta")
+ROUTES = ("memory", "broadcast", "folder", "delta", "direct")
 STAGED = {"at_once": False, "staged": True}
 ALWAYS = [
     *itertools.product(SERVERS[:2], MODES, ["memory"], ["at_once"]),
     *itertools.product(SERVERS[:2], MODES, ["broadcast"], ["staged"]),
     ("vllm-tp2", "computed", "delta", "staged"),
+    *itertools.product(SERVERS[:2], ["computed"], ["direct"], ["at_once"]),
+    *itertools.product(SERVERS[2:], ["computed"], ["direct"], ["staged"]),
 ]
 CASES = [*itertools.product(SERVERS, MODES, ROUTES, STAGED)] if "PUBLISHES" in os.environ else ALWAYS
 
@@ -70,6 +72,8 @@ async def test_many_publishes_under_load(
             published = contextlib.nullcontext()
         case "broadcast":
             published = tested.broadcast(node)
+        case "direct":
+            published = tested.direct()
         case _:
             published = tested.folder(node, RunFolder(run, updates, delta=route == "delta"))
     with published:
@@ -166,8 +170,14 @@ class Paused:
         return counted
 
 
+@pytest.mark.parametrize("route", ["memory", "direct"])
 async def test_many_rolling_publishes_under_load(
-    engine: VllmReplica, second_vllm: VllmReplica, models: Models, monkeypatch: pytest.MonkeyPatch, report: Report
+    engine: VllmReplica,
+    second_vllm: VllmReplica,
+    models: Models,
+    monkeypatch: pytest.MonkeyPatch,
+    report: Report,
+    route: str,
 ):
     """Two of three replicas always serve; a request that a load aborts continues on another one, under its version."""
     replicas = [engine, second_vllm, await start_vllm(VLLM, name="replica-2", checkpoint=models.paths[0])]
@@ -178,9 +188,10 @@ async def test_many_rolling_publishes_under_load(
         routed, routing=one.routing, updates=models.updates, truth=TransformersTruth(models.models), probe=probe
     )
     try:
-        await tested.publish(version=0)
-        paused = Paused(replicas, monkeypatch)
-        largest = await publish_under_load(tested, "computed", staged=False)
+        with tested.direct() if route == "direct" else contextlib.nullcontext():
+            await tested.publish(version=0)
+            paused = Paused(replicas, monkeypatch)
+            largest = await publish_under_load(tested, "computed", staged=False)
     finally:
         await tested.end()
         await replicas[-1].close()
@@ -189,7 +200,7 @@ async def test_many_rolling_publishes_under_load(
     owners = [{s.replica for exchange in tested.of_session(name) for s in exchange.answer} for name in sessions]
     assert any(len(several) > 1 for several in owners), "a trajectory moved"
     assert set().union(*owners) == {"replica-0", "replica-1", "replica-2"}
-    report(f"rolling: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
+    report(f"rolling, {route}: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
 
 
 @WITH_KV
@@ -201,3 +212,27 @@ async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: Engin
         for path in update_files(tested.update(version).path):
             tensors = {name: tensor.clone() for name, tensor in read_tensors(path)}
             assert MappedFiles().overwrite(path, tensors) is not None
+
+
+@WITH_KV
+async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_the_next_version_serves(
+    tested: EngineUnderTest,
+):
+    with tested.direct() as memory:
+        await tested.publish(version=1)
+        damaged = memory.write(2)
+        memory.ranks[1].bucket("weights-2", 1).data[0] ^= 1
+        await tested.replica.pause()
+        with pytest.raises(EngineError, match=r"bucket 1 .* but .* was published"):
+            await tested.replica.load(damaged)
+        lost = memory.write(3)
+        memory.ranks[0].discard(keep_version=4)
+        with pytest.raises(DeliveryError, match="bucket 0 of weights-3 did not come from"):
+            await tested.replica.load(lost)
+        with pytest.raises(EngineError):
+            await tested.replica.resume()
+        await tested.publish(version=5)
+        rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
+        await asyncio.gather(*tasks)
+    assert set(versions_of(tested.exchanges[-1])) == {5}
+    assert_whole(tested, *rollouts)

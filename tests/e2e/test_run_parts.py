@@ -43,8 +43,9 @@ def test_staged_publishes_to_two_groups_of_vllm_and_two_trainer_ranks_under_drop
     assert expired and all(g["tokens"] > 0 for g in expired)
 
 
-def test_rolling_publishes_to_two_vllm_replicas_from_two_pipeline_stages_under_recycle(tmp_path):
-    parts = ("trainer.ranks=2", "trainer.parallel.pipeline=2", "engine.replicas=2", "sync.mode=rolling")
+def test_rolling_direct_publishes_to_two_vllm_replicas_from_two_pipeline_stages_under_recycle(tmp_path):
+    trainer = ("trainer.ranks=2", "trainer.parallel.pipeline=2")
+    parts = (*trainer, "engine.replicas=2", "sync.mode=rolling", "sync.route=direct")
     steps, groups = run(tmp_path, *parts, "staleness=recycle", "rollout.on_update=keep")
     requeued = [g for g in groups if g["outcome"] == "dropped" and g["reason"].startswith("requeued")]
     assert requeued and steps[-1]["ledger/requeued"] >= 1

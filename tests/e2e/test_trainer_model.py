@@ -1,5 +1,6 @@
 """The Megatron model of Qwen3-MoE: versions, layouts of the work, free rows, and refusals; families are beside it."""
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -12,10 +13,11 @@ from async_rl.trainer.batch.routed_experts import BatchError
 from async_rl.trainer.export import export_update
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.weights.group import received
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.store import LocalStore
-from async_rl.weights.transport import update_files
+from async_rl.weights.transport import readable_by_ranks, update_files
 from tests.helpers import numerics
 from tests.helpers.updates import read_update
 from tests.parallel.support import (
@@ -82,6 +84,24 @@ def test_a_trainer_overwrites_the_files_of_removed_versions(checkpoint, tmp_path
             used[version] = [path.stat().st_ino for path in update_files(update.path)]
             training.train(make_batch())
         assert (used[3], used[4]) == (used[1], used[2])
+
+
+def test_a_trainer_keeps_the_weights_of_versions_that_engines_receive(checkpoint, tmp_path):
+    training = start_trainer(checkpoint, direct="gloo")
+    expected = {}
+    for version in (1, 2, 3):
+        update = training.export(tmp_path, version=version, keep_version=version - 1)
+        complete = export_update(training._source, tmp_path, version=version, keep_version=version)
+        assert update.weights == complete.weights and update.buckets == complete.buckets
+        expected[update] = dict(read_update(complete.path))
+        training.train(make_batch())
+    for update in list(expected)[1:]:
+        delivery = json.loads(readable_by_ranks(update, timeout_s=30.0))
+        buckets = received(delivery, rank=0, ranks=1, device=torch.device("cpu"))
+        found = {name: tensor for bucket in buckets for name, tensor in bucket}
+        assert found.keys() == expected[update].keys()
+        assert all(torch.equal(tensor, expected[update][name]) for name, tensor in found.items())
+    training._server.close()
 
 
 def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer, checkpoint, tmp_path):

@@ -3,11 +3,13 @@
 import multiprocessing
 import os
 import signal
+from itertools import cycle
 
 import pytest
 import torch
 
 from async_rl.weights.broadcast import VersionServer, receive
+from async_rl.weights.host_copy import HostCopy
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError
 from async_rl.weights.twin import Twin
@@ -94,6 +96,21 @@ def test_a_node_that_dies_leaves_the_others_with_an_error_and_the_server_sends_a
     assert "of weights-3 did not come" in outcome.get()
     _, (outcome,) = run_nodes([be_a_node], update, tmp_path, sources, delivery="again")
     assert outcome.get() is None
+
+
+def test_pinned_buffers_in_turn_take_the_buckets_of_a_gpu():
+    """The copies follow the kernels that are queued, and later kernels may overwrite the tensors of a loop."""
+    stream = torch.cuda.Stream()
+    ring = cycle((HostCopy(stream), HostCopy(stream)))
+    weight, addresses = torch.zeros(1 << 22, device="cuda"), set()
+    for value in range(6):
+        weight.fill_(value)
+        copied = next(ring).start([("w", weight.clone()), ("v", weight[:3].to(torch.bfloat16))])
+        assert copied.data.is_pinned()
+        found = dict(copied.tensors())
+        assert bool((found["w"] == value).all()) and found["v"].tolist() == [value] * 3
+        addresses.add(copied.data.data_ptr())
+    assert len(addresses) == 2
 
 
 def test_an_exchange_reaches_a_captured_graph():

@@ -215,6 +215,7 @@ def start_trainer(
     rendezvous=None,
     recorder=None,
     delta=False,
+    direct=None,
     fused=False,
     **changes,
 ):
@@ -232,6 +233,8 @@ def start_trainer(
             world_size=config.ranks,
             rendezvous=rendezvous,
             delta=delta,
+            host=None if direct is None else "127.0.0.1",
+            direct=direct,
             recorder=recorder,
         )
 

@@ -44,7 +44,7 @@ from async_rl.inference.sglang.segment import check_generate, generate_body, to_
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import check_update, first_load, reported_load, staged_load
 from async_rl.weights.model_info import ModelInfo, is_carried
-from async_rl.weights.transport import WeightUpdate
+from async_rl.weights.transport import WeightUpdate, readable_by_ranks
 from message_queue.tokens import ContractError, TokenOutput, WeightVersion
 
 __all__ = ["SglangBackend", "SglangConfig", "SglangReplica", "check_engine", "start_sglang"]
@@ -167,13 +167,13 @@ class SglangBackend:
         """Pause SGLang's scheduler. mode: "in_place" keeps the K/V of running requests, "retract" frees it."""
         await self.server.post("/pause_generation", {"mode": mode})
 
-    def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+    async def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
         if self._staged is None or update.weights != self._staged[0]:
-            check_update(update, self._shapes)
+            await asyncio.to_thread(check_update, update, self._shapes, timeout_s=self._config.load_timeout_s)
 
     async def stage(self, update: WeightUpdate) -> list[RankLoad]:
-        check_update(update, self._shapes)
-        await self._plugin(f"stage {update.path.absolute()}")
+        await asyncio.to_thread(check_update, update, self._shapes, timeout_s=self._config.load_timeout_s)
+        await self._plugin(f"stage {readable_by_ranks(update, timeout_s=self._config.load_timeout_s)}")
         while (ranks := staged_load(await self._plugin("staged"))) is None:  # noqa: ASYNC110 - the server has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
         self._staged = update.weights, ranks
@@ -189,7 +189,8 @@ class SglangBackend:
         if staged is not None and update.weights == staged[0]:
             await self._plugin("commit")
             return staged[1]
-        body = {"model_path": str(update.path.absolute()), "flush_cache": False}
+        version = readable_by_ranks(update, timeout_s=self._config.load_timeout_s)
+        body = {"model_path": version, "flush_cache": False}
         return reported_load(await self.server.post("/update_weights_from_disk", body))
 
     async def _plugin(self, action: str) -> Any:

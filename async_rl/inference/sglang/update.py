@@ -9,11 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes
+from async_rl.inference.checkpoint_weights import Shapes, published_shapes
 from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError
-from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
+from async_rl.weights.transport import UpdateError, WeightUpdate
 from message_queue.tokens import ContractError
 
 REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
@@ -37,18 +37,19 @@ HOOKS = (  # functions of SGLang that the plugin must have wrapped; see `plugin/
 )
 
 
-def check_update(update: WeightUpdate, expected: Shapes) -> None:
+def check_update(update: WeightUpdate, expected: Shapes, *, timeout_s: float) -> None:
     """Refuse an update whose tensors differ from those of the served checkpoint in name or shape.
 
     Args:
         expected: names and shapes of the checkpoint's tensors.
+        timeout_s: see `published_shapes`.
 
     Raises:
         ContractError: the message names the version, the file and the tensors.
     """
     what = f"version {update.weights.version} in {update.path}"
     try:
-        found = tensor_shapes(update_files(update.path))
+        found = published_shapes(update, timeout_s=timeout_s)
     except (CheckpointError, UpdateError) as error:
         raise ContractError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
     if absent := sorted(expected.keys() - found.keys()):

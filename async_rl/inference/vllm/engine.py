@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
-from async_rl.inference.checkpoint_weights import hash_checkpoint, tensor_shapes, weight_files
+from async_rl.inference.checkpoint_weights import hash_checkpoint, published_shapes, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
 from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.inference.nodes import NodePlace
@@ -38,7 +38,7 @@ from async_rl.inference.vllm.process import (
 )
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
+from async_rl.weights.transport import UpdateError, WeightUpdate, readable_by_ranks
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
@@ -59,14 +59,18 @@ class VllmBackend:
         name: name of the replica, for segments and error messages.
         model: the served checkpoint.
         names: names of the tensors that every update must contain.
+        timeout_s: bound in seconds on a load.
     """
 
-    def __init__(self, engine: AsyncLLM, *, name: str, model: ServedModel, names: frozenset[str]) -> None:
+    def __init__(
+        self, engine: AsyncLLM, *, name: str, model: ServedModel, names: frozenset[str], timeout_s: float
+    ) -> None:
         self.engine = engine
         self.processes = engine_processes(engine)
         self._name = name
         self._model = model
         self._names = names
+        self._timeout_s = timeout_s
         self._frozen = False
         # The version that waits in the twins of the workers' models.
         self._staged: tuple[WeightVersion, list[RankLoad]] | None = None
@@ -161,9 +165,9 @@ class VllmBackend:
             await self.engine.resume_generation()
             self._frozen = False
 
-    def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
+    async def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
         if self._staged is None or update.weights != self._staged[0]:
-            self._check_names(update)
+            await self._check_names(update)
         recorded = in_flight and self._model.routing is not None
         if kv == "recompute" and recorded and self._model.unforcible is not None:
             raise ContractError(
@@ -171,22 +175,22 @@ class VllmBackend:
                 f"{self._model.unforcible}; use rollout.kv=keep, or abort first"
             )
 
-    def _check_names(self, update: WeightUpdate) -> None:
+    async def _check_names(self, update: WeightUpdate) -> None:
         """Raise ContractError if a published version lacks a tensor of the checkpoint."""
         version = update.weights.version
         try:
-            absent = sorted(self._names - tensor_shapes(update_files(update.path)).keys())
+            found = await asyncio.to_thread(published_shapes, update, timeout_s=self._timeout_s)
         except (CheckpointError, UpdateError) as error:
             raise ContractError(f"version {version}: {error}") from error
-        if absent:
+        if absent := sorted(self._names - found.keys()):
             raise ContractError(
                 f"version {version} in {update.path} lacks {len(absent)} tensors of the "
                 f"checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
             )
 
     async def stage(self, update: WeightUpdate) -> list[RankLoad]:
-        self._check_names(update)
-        await call_ranks(self.engine, "start_staging", str(update.path))
+        await self._check_names(update)
+        await call_ranks(self.engine, "start_staging", readable_by_ranks(update, timeout_s=self._timeout_s))
         while None in (reports := await call_ranks(self.engine, "staged")):  # noqa: ASYNC110 - vLLM has no event for it
             await asyncio.sleep(STAGED_AGAIN_S)
         ranks = [RankLoad.of(report) for report in reports]
@@ -208,7 +212,8 @@ class VllmBackend:
             await call_ranks(self.engine, "commit_staged")
             ranks = staged[1]
         else:
-            ranks = [RankLoad.of(report) for report in await call_ranks(self.engine, "load_update", str(update.path))]
+            version = readable_by_ranks(update, timeout_s=self._timeout_s)
+            ranks = [RankLoad.of(report) for report in await call_ranks(self.engine, "load_update", version)]
         if kv == "keep":
             await self._pin_routing()
         elif not await self.engine.reset_prefix_cache():
@@ -310,7 +315,7 @@ async def start_vllm(
     except Exception as error:
         raise EngineError(f"{name}: the engine did not start: {error}") from error
     return EngineReplica(
-        VllmBackend(engine, name=name, model=model, names=names),
+        VllmBackend(engine, name=name, model=model, names=names, timeout_s=config.load_timeout_s),
         config=config,
         name=name,
         weights=weights,

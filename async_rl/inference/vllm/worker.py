@@ -5,6 +5,8 @@ A load also returns sums of the values of the model's parameters, which prove th
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from async_rl.weights.checksum import PACKED, Content, model_contents, sums_for
-from async_rl.weights.digest import load_share, read_tensors
+from async_rl.weights.digest import load_share, mapped, read_tensors
+from async_rl.weights.group import received
 from async_rl.weights.live import PACKED_SUFFIX
 from async_rl.weights.store import on_this_node
 from async_rl.weights.transport import update_files
@@ -46,23 +49,23 @@ class LoadsUpdates:
             _log.exception("%s failed", method)
             return None, f"{type(error).__name__}: {error}"
 
-    def load_update(self: Any, path: str) -> Report:
-        """Load all tensors of a published version.
+    def load_update(self: Any, version: str) -> Report:
+        """Load all tensors of a published version. version: see `async_rl.weights.transport.readable_by_ranks`.
 
         The call runs between two engine steps, so no forward pass uses a partly loaded version.
         """
         from async_rl.compat.vllm_reload import pack_tied_head  # imports vLLM
 
         model = self.get_model()
-        report = _load(path, lambda tensors: self.reload_weights(weights_iterator=tensors), model=model)
+        report = _load(version, lambda tensors: self.reload_weights(weights_iterator=tensors), model=model)
         pack_tied_head(model, self.vllm_config)
         return report | {"parameters": _contents(model)}
 
-    def start_staging(self: Any, path: str) -> None:
-        """Start to load a published version into a twin of the model, in a thread."""
+    def start_staging(self: Any, version: str) -> None:
+        """Start to load a published version into a twin of the model, in a thread; see `load_update`."""
         if not hasattr(self, "staging"):
             self.staging = Staging[Report]()
-        self.staging.start(self.get_model(), partial(_load_twin, path=path, config=self.vllm_config))
+        self.staging.start(self.get_model(), partial(_load_twin, version=version, config=self.vllm_config))
 
     def staged(self: Any) -> Report | None:
         """Report of the load of `start_staging`; None until it has ended.
@@ -93,9 +96,17 @@ class LoadsUpdates:
         self.model_runner.pin_routing(rows)
 
 
-def _load(path: str, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, model: torch.nn.Module) -> Report:
+def _load(
+    version: str, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, model: torch.nn.Module
+) -> Report:
     """Report without parameters of a load of a published version. model: into which it is loaded."""
-    return load_share(update_files(on_this_node(Path(path))), load, sums=sums_for(model), **_place())
+    share, sums = _place(), sums_for(model)
+    if not version.startswith("{"):
+        files = update_files(on_this_node(Path(version)))
+        return load_share(mapped(files), load, sums=sums, ahead=len(files), **share)
+    device = next(model.parameters()).device
+    with contextlib.closing(received(json.loads(version), device=device, **share)) as buckets:
+        return load_share(buckets, load, sums=sums, **share)
 
 
 def _place() -> dict[str, int]:
@@ -103,11 +114,11 @@ def _place() -> dict[str, int]:
     return {"rank": torch.distributed.get_rank(), "ranks": torch.distributed.get_world_size()}
 
 
-def _load_twin(twin: Twin, *, path: str, config: VllmConfig) -> Report:
+def _load_twin(twin: Twin, *, version: str, config: VllmConfig) -> Report:
     """Load a published version into a twin, while the model decodes."""
     from async_rl.compat.vllm_reload import reload_twin  # imports vLLM
 
-    report = _load(path, lambda tensors: reload_twin(twin, tensors, config=config), model=twin.model)
+    report = _load(version, lambda tensors: reload_twin(twin, tensors, config=config), model=twin.model)
     return report | {"parameters": _contents(twin.model)}
 
 

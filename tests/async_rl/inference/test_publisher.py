@@ -15,6 +15,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools import PauseGate
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
+from async_rl.inference.replica import DeliveryError
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -459,3 +460,48 @@ async def test_broadcast_version_is_received_before_any_pause_and_by_a_late_repl
     assert all(replica.calls[:2] == [("receive", update.sources), "pause"] for replica in replicas)
     await publisher.bring_up(late, slot=0)
     assert late.calls[:2] == [("receive", (Source("a", (0,)),)), "pause"]
+
+
+# ---- direct
+
+
+class Undelivered(ScriptedReplica):
+    """A bucket does not come to it in the first `fails` calls of `at`."""
+
+    def __init__(self, name, *, at="load", fails=1):
+        super().__init__(name)
+        self.at, self.fails = at, fails
+
+    async def call(self, name, *args, **options):
+        if name == self.at and self.fails:
+            self.fails -= 1
+            self.calls.append(name)
+            raise DeliveryError(f"{self.name}: bucket 1 of weights-1 did not come from trainer:1")
+        return await super().call(name, *args, **options)
+
+
+@pytest.mark.parametrize("at", ["stage", "load"])
+async def test_a_replica_to_which_a_bucket_did_not_come_leaves_if_it_came_to_another_one(at):
+    pool = ReplicaPool([Undelivered("bad", at=at), ScriptedReplica("good")])
+    await make_publisher(pool, staged=at == "stage").publish(UPDATE)
+    assert [member.name for member in pool.live] == ["good"]
+    assert "did not come from trainer:1" in pool.lost["bad"]
+
+
+@pytest.mark.parametrize("at", ["stage", "load"])
+@pytest.mark.parametrize("max_paused", [None, 1])
+async def test_replicas_to_none_of_which_a_bucket_came_stay_and_load_the_next_version(at, max_paused):
+    """The fault is the trainer's. After a failed load a replica waits; if only its staging failed, it serves."""
+    replicas = [Undelivered(name, at=at) for name in "ab"]
+    pool = ReplicaPool(replicas)
+    publisher = make_publisher(pool, staged=at == "stage", max_paused=max_paused)
+    with pytest.raises(DeliveryError, match="a: bucket 1"):
+        await publisher.publish(UPDATE)
+    await publisher.abort_all()
+    await publisher.resume()
+    assert len(pool.live) == 2
+    assert [replica.calls[-1] == "resume" for replica in replicas] == [at == "stage"] * 2
+    await publisher.publish(dataclasses.replace(UPDATE))
+    await publisher.abort_all()
+    await publisher.resume()
+    assert len(pool.live) == 2 and all(replica.calls[-1] == "resume" for replica in replicas)

@@ -12,10 +12,11 @@ from agent_loop.engine import AnswerError, EngineError, GenerateRequest, Replica
 from async_rl.inference import replica as replica_module
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
-from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica, until_finished
+from async_rl.inference.replica import UNKNOWN_LABEL, DeliveryError, EngineReplica, until_finished
 from async_rl.inference.vllm.config import VllmConfig
+from async_rl.weights.group import UNDELIVERED
 from async_rl.weights.live import LiveWeights
-from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
+from async_rl.weights.transport import Direct, Seat, Source, UpdateError, WeightUpdate
 from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
@@ -60,7 +61,7 @@ class ScriptedBackend:
     async def freeze(self):
         self.calls.append("freeze")
 
-    def check_update(self, update, *, kv, in_flight):
+    async def check_update(self, update, *, kv, in_flight):
         if self.refused:
             raise self.refused
 
@@ -293,10 +294,31 @@ async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error,
 async def test_engine_reads_the_version_that_the_node_has():
     replica = started()
     replica.store, seen = Store(), []
-    replica.backend.check_update = lambda update, **_: seen.append(update.path)
+    replica.backend.check_update = lambda update, **_: asyncio.sleep(0, seen.append(update.path))
     await replica.pause()
     await replica.load(UPDATE)
     assert seen == [Path("here") / UPDATE.path.name]
+
+
+@pytest.mark.parametrize("call", ["check", "load"])
+async def test_a_bucket_that_did_not_come_is_no_fault_of_the_engine_and_the_next_load_resumes(call):
+    """`test_direct` has the errors of the ranks."""
+    replica = started()
+    update = dataclasses.replace(UPDATE, direct=Direct((SOURCE,), "gloo"))
+    error = ContractError if call == "check" else EngineError
+    fault = error(f"rank 0: RuntimeError: bucket 1 of weights-2 {UNDELIVERED} trainer:5: closed")
+    await replica.pause()
+    setattr(replica.backend, "refused" if call == "check" else "fault", fault)
+    with pytest.raises(DeliveryError, match="bucket 1 of weights-2"):
+        await replica.load(update)
+    replica.backend.fault = error("a rank ended its load") if call == "load" else None
+    replica.backend.refused = None if call == "load" else error("lacks tensors")
+    with pytest.raises(EngineError) as caught:
+        await replica.load(update)
+    assert not isinstance(caught.value, DeliveryError)
+    replica.backend.fault = replica.backend.refused = None
+    await replica.load(update)
+    await replica.resume()
 
 
 async def test_refused_update_leaves_the_weights_verified():

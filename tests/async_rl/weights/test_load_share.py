@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.weights.checksum import value_sums
-from async_rl.weights.digest import load_share
+from async_rl.weights.digest import load_share, mapped
 from async_rl.weights.transport import update_files
 from tests.async_rl.weights.test_transport import FAULTS, TENSORS, missing, truncated
 from tests.helpers.updates import write_update
@@ -27,7 +27,7 @@ def loaded(update, *, ranks, take=lambda rank, tensors: list(tensors)):
     took, reports = [], []
     for rank in range(ranks):
         report = load_share(
-            update_files(update.path),
+            mapped(update_files(update.path)),
             lambda tensors, r=rank: took.append(take(r, tensors)),
             sums=lambda tensor: [value_sums(tensor)],
             rank=rank,
@@ -81,7 +81,7 @@ def test_a_file_that_is_cut_or_missing_is_named(tmp_path, fault, rank):
     files = update_files(update.path)
     fault(files[1])
     with pytest.raises(OSError, match="bucket-00001"):
-        load_share(files, list, sums=value_sums, rank=rank, ranks=2)
+        load_share(mapped(files), list, sums=value_sums, rank=rank, ranks=2)
 
 
 def test_a_bucket_that_no_rank_has_hashed_or_that_was_not_published_is_named(tmp_path):
@@ -98,4 +98,4 @@ def test_an_error_of_the_loader_ends_the_load(tmp_path):
         raise ValueError("a shape")
 
     with pytest.raises(ValueError, match="a shape"):
-        load_share(update_files(published(tmp_path).path), load, sums=value_sums, rank=0, ranks=1)
+        load_share(mapped(update_files(published(tmp_path).path)), load, sums=value_sums, rank=0, ranks=1)

@@ -6,6 +6,7 @@ set to NaN before the load, and a parameter that is still NaN after the load is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -51,8 +52,10 @@ class _Loads:
 class _Version(threading.local):
     """The published version that a thread loads."""
 
-    folder: Path | None = None
-    """Of the version; None at the start, when a checkpoint is loaded."""
+    buckets: Iterator[Any] | None = None
+    """Tensors of each bucket; None at the start, when a checkpoint is loaded."""
+    ahead: int = 1
+    """Buckets that are taken before the load begins them."""
     rank: int = 0
     """Tensor-parallel rank of this process."""
     ranks: int = 1
@@ -67,17 +70,17 @@ _VERSION = _Version()
 def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: Any, target_device: Any) -> None:
     """Hook around DefaultModelLoader.load_weights_only, which runs at the start and at every update.
 
-    In an update it loads the files of the version in place of SGLang's `weights`, which have no numbers of buckets.
+    In an update it loads the buckets of the version in place of SGLang's `weights`, which have no numbers of buckets.
     """
     digests = _weights_module("digest")
-    if _VERSION.folder is not None:
-        files = sorted(_VERSION.folder.glob("*.safetensors"))
+    if _VERSION.buckets is not None:
         _VERSION.report = digests.load_share(
-            files,
+            _VERSION.buckets,
             lambda tensors: load(model, tensors, target_device),
             sums=_weights_module("checksum").sums_for(model),
             rank=_VERSION.rank,
             ranks=_VERSION.ranks,
+            ahead=_VERSION.ahead,
         )
         return
     _poison(model)
@@ -105,20 +108,22 @@ def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
 def update_and_report(update: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Hook around SchedulerWeightUpdaterManager.update_weights_from_disk: add the reports of all ranks to the message.
 
-    An update that fails on any rank fails on all, and its message names the rank.
+    An update that fails on any rank fails on all, and its message names the rank. SGLang reads the config of the model,
+    and sees files of tensors, in the folder of its checkpoint.
     """
-    request.model_path = str(_on_this_node(Path(request.model_path)))
+    version, model = request.model_path, updater.tp_worker.model_runner.model
+    request.model_path = updater.tp_worker.model_runner.model_config.model_path
     answers: list[Any] = []
 
     def load() -> dict[str, Any]:
         answers.append(update(updater, request))
         if not answers[0].success:
             raise RuntimeError(answers[0].message)
-        return _contents(updater.tp_worker.model_runner.model)
+        return _contents(model)
 
     try:
         ranks = _on_all_ranks(
-            lambda: _load_version(Path(request.model_path), load, group=updater.tp_cpu_group),
+            lambda: _load_version(version, load, model=model, group=updater.tp_cpu_group),
             group=updater.tp_cpu_group,
         )
     except RuntimeError as error:
@@ -131,21 +136,21 @@ def update_and_report(update: Callable[..., Any], updater: Any, request: Any) ->
 def stage(check: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Hook around SchedulerWeightUpdaterManager.check_weights, which runs beside requests: adds three actions.
 
-    `stage FOLDER` starts to load a version into a twin of the model. `staged` returns the reports of all ranks in the
+    `stage VERSION` starts to load a version into a twin of the model. `staged` returns the reports of all ranks in the
     message when all have loaded it. `commit` exchanges the weights.
     """
-    action, _, folder = request.action.partition(" ")
+    action, _, version = request.action.partition(" ")
     if action not in ("stage", "staged", "commit"):
         return check(updater, request)
     io: Any = importlib.import_module("sglang.srt.managers.io_struct")
     try:
-        message = {"stage": _start, "staged": _staged, "commit": _commit}[action](updater, folder)
+        message = {"stage": _start, "staged": _staged, "commit": _commit}[action](updater, version)
         return io.CheckWeightsReqOutput(success=True, message=message)
     except Exception as error:  # noqa: BLE001 - an error in the scheduler would end the server
         return io.CheckWeightsReqOutput(success=False, message=f"{type(error).__name__}: {error}")
 
 
-def _start(updater: Any, folder: str) -> str:
+def _start(updater: Any, version: str) -> str:
     _Loads.staging = _Loads.staging or _weights_module("twin").Staging()
     loader: Any = importlib.import_module("sglang.srt.model_loader.loader").DefaultModelLoader
     runner = updater.tp_worker.model_runner
@@ -157,7 +162,7 @@ def _start(updater: Any, folder: str) -> str:
             loader.load_weights_and_postprocess(twin.model, (), device)
             return _contents(twin.model)
 
-        return _load_version(_on_this_node(Path(folder)), load_twin, group=updater.tp_cpu_group)
+        return _load_version(version, load_twin, model=twin.model, group=updater.tp_cpu_group)
 
     _Loads.staging.start(runner.model, load)
     return "started"
@@ -174,21 +179,33 @@ def _commit(updater: Any, _: str) -> str:
     return "exchanged"
 
 
-def _load_version(folder: Path, load: Callable[[], dict[str, Any]], *, group: Any) -> dict[str, Any]:
+def _load_version(version: str, load: Callable[[], dict[str, Any]], *, model: Any, group: Any) -> dict[str, Any]:
     """Report of this rank on a load of a published version.
 
     Args:
+        version: see `async_rl.weights.transport.readable_by_ranks`.
         load: loads by `load_and_hash` and returns the contents of the parameters.
+        model: into which it is loaded.
+        group: of the ranks of the server.
     """
-    _VERSION.folder, _VERSION.report = folder, None
-    _VERSION.rank, _VERSION.ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    _VERSION.rank, _VERSION.ranks, _VERSION.report = rank, ranks, None
+    if version.startswith("{"):
+        device = next(model.parameters()).device
+        buckets = _weights_module("group").received(json.loads(version), rank=rank, ranks=ranks, device=device)
+        _VERSION.ahead = 1
+    else:
+        files = sorted(_on_this_node(Path(version)).glob("*.safetensors"))
+        buckets, _VERSION.ahead = _weights_module("digest").mapped(files), len(files)
     try:
-        parameters = load()
+        with contextlib.closing(buckets):
+            _VERSION.buckets = buckets
+            parameters = load()
         if _VERSION.report is None:
             raise RuntimeError("SGLang loaded no weights")
         return {**_VERSION.report, "parameters": parameters}
     finally:
-        _VERSION.folder = None
+        _VERSION.buckets = None
 
 
 def _on_this_node(folder: Path) -> Path:
