@@ -2,9 +2,10 @@
 
 The runs differ by one thing from `async`: `sync` waits for each batch, `no_rows` replays no routing, `eager` has no
 CUDA graphs, `keep` loads weights under requests in flight, `staged` loads beside them, `fp8` keeps K/V in 8 bits,
-`folder` publishes files on a disk. The reward is the share of characters with even codes in a reply: about 0.5 at
-first, and every group has a spread. Figures are medians over all steps but the first two; k3 and the pause are the
-largest, rows the share of tokens that came with their routing rows, memory the most that all processes used on the GPU.
+`folder` publishes files on a disk, `direct` sends to the ranks of the engine. The reward is the share of characters
+with even codes in a reply: about 0.5 at first, and every group has a spread. Figures are medians over all steps but the
+first two; k3 and the pause are the largest, rows the share of tokens that came with their routing rows, memory the most
+that all processes used on the GPU.
 
     python benchmarks/gpu_runs.py [--runs async sync ...] [--steps 20] [--device cuda|cpu] [--keep DIR] [OVERRIDE ...]
 
@@ -42,6 +43,7 @@ RUNS = {
     "staged": ("sync.mode=staged",),
     "fp8": ("engine.kv_cache_dtype=fp8_e4m3",),
     "folder": ("sync.route=folder", "sync.directory=/tmp/async_rl-gpu-runs"),
+    "direct": ("sync.route=direct",),
 }
 COMMON = (
     *("warm_start.steps=0", "staleness.max_staleness=1", "validation.every=0", "validation.prompts=0"),
