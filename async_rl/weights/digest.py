@@ -6,10 +6,11 @@ import from async_rl.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     _Bucket: TypeAlias = Sequence[tuple[str, torch.Tensor]]
+    _Taken: TypeAlias = "tuple[int, _Bucket, WeightsDigest | None, dict[str, list[list[int]]]]"
 
 MAX_THREADS = 4
 """Threads that copy or hash the tensors of a bucket."""
@@ -153,7 +155,7 @@ def load_share(
     published: dict[str, list[list[int]]] = {}
     numbered = enumerate(buckets)
 
-    def take() -> tuple[int, _Bucket, WeightsDigest | None, dict[str, list[list[int]]]] | None:
+    def take() -> _Taken | None:
         for number, held in numbered:
             digest, its_sums = _hashed(held, sums) if number % ranks == rank else (None, {})
             return number, held, digest, its_sums
@@ -171,24 +173,32 @@ def load_share(
                 found[number].add(name, of=digest)
             yield name, tensor
 
-    with ThreadPoolExecutor(1) as thread:
-        taking = deque(thread.submit(take) for _ in range(ahead))
+    with contextlib.closing(_taken_ahead(take, ahead=ahead)) as all_taken:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            while (taken := taking.popleft().result()) is not None:
-                taking.append(thread.submit(take))
+            for taken in all_taken:
                 yield from noted(*taken)
                 del taken  # its memory is free before the next bucket but one is taken
 
-        try:
-            load(tensors())
-        finally:
-            thread.shutdown(cancel_futures=True)
+        load(tensors())
     return {
         "buckets": [[number, digest.hexdigest()] for number, digest in found.items()],
         "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
         "published": published,
     }
+
+
+def _taken_ahead(take: Callable[[], _Taken | None], *, ahead: int) -> Generator[_Taken]:
+    """Results of `take` until None, `ahead` of which a thread computes before they are asked for."""
+    with ThreadPoolExecutor(1) as thread:
+        taking = deque(thread.submit(take) for _ in range(ahead))
+        try:
+            while (taken := taking.popleft().result()) is not None:
+                taking.append(thread.submit(take))
+                yield taken
+                del taken
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 def mapped(files: Iterable[Path]) -> Iterator[_Bucket]:
