@@ -157,11 +157,9 @@ bench: setup
 	$(BIN)/python benchmarks/equal_weights.py
 	$(BIN)/python benchmarks/routing_mismatch.py
 	$(BIN)/python benchmarks/update_modes.py
-	$(BIN)/python benchmarks/load_checks.py
 	$(BIN)/python benchmarks/publish_files.py
 	$(BIN)/python benchmarks/broadcast.py
 	$(BIN)/python benchmarks/publish_pauses.py
-	$(BIN)/python benchmarks/publish_arithmetic.py
 	$(BIN)/python benchmarks/delta.py
 	$(BIN)/python benchmarks/queue_throughput.py
 	$(BIN)/python benchmarks/queue_groups.py

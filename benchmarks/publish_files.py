@@ -47,25 +47,31 @@ def table_row(directory: Path, *, num_bytes: int, bucket_bytes: int, rounds: int
     weights = model_weights(num_bytes, bucket_bytes=bucket_bytes)
     files = MappedFiles()
     parameters = {name: torch.zeros_like(tensor) for name, tensor in weights}
-    total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, float, float]]()
+    total, seconds = sum(tensor.nbytes for _, tensor in weights), list[tuple[float, ...]]()
     for version in range(rounds + NEW_FILES):
         copied = timed(lambda: put(iter(weights), parameters))
         written = timed(lambda v=version: publish(directory, v, weights, files=files, bucket_bytes=bucket_bytes))
         folder = version_folder(directory, version)
+        hashed = timed(lambda f=folder: load(f, parameters, sums=lambda tensor: []))
         read = timed(lambda f=folder: load(f, parameters))
-        say(f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, read {read:.3f} s")
+        say(
+            f"{total / 1e6:.0f} MB, round {version}: copy {copied:.3f} s, write {written:.3f} s, "
+            f"read {read:.3f} s, {hashed:.3f} s without sums"
+        )
         if version >= NEW_FILES:
-            seconds.append((copied, written, read))
+            seconds.append((copied, written, hashed, read))
     with own_memory() as growth:
         publish(directory, rounds + NEW_FILES, weights, files=files, bucket_bytes=bucket_bytes)
     times = np.array(seconds)
     rates = total / np.median(times, axis=0) / 1e9
-    ratios = times[:, 0] / (times[:, 1] + times[:, 2])
-    found = bootstrap(lambda drawn: medians(ratios, drawn), units=rounds)
+    found = [
+        bootstrap(lambda drawn, r=copy / (written + read): medians(r, drawn), units=rounds)
+        for copy, written, read in ((times[:, 0], times[:, 1], times[:, column]) for column in (2, 3))
+    ]
     return [
         f"{total / 1e6:.0f} MB",
         *(f"{rate:.1f}" for rate in rates),
-        f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]",
+        *(f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" for ratio in found),
         f"{growth[0] / bucket_bytes:.1f}",
     ]
 
@@ -88,21 +94,26 @@ def model_weights(num_bytes: int, *, bucket_bytes: int) -> list[tuple[str, Tenso
     ]
 
 
-def load(folder: Path, parameters: dict[str, Tensor], *, rank: int = 0, ranks: int = 1) -> None:
+def sums_of(tensor: Tensor) -> list[list[int]]:
+    """As of an engine with the dtype of the published weights."""
+    return [value_sums(tensor)]
+
+
+def load(
+    folder: Path,
+    parameters: dict[str, Tensor],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    sums: Callable[[Tensor], list[list[int]]] = sums_of,
+) -> None:
     """Load a version on a rank, whose parameters are the rows of its part of each tensor."""
 
     def put_part(tensors: Iterator[tuple[str, Tensor]]) -> None:
         put(((name, tensor.chunk(ranks)[rank]) for name, tensor in tensors), parameters)
 
     files = update_files(folder)
-    load_share(
-        mapped(files),
-        put_part,
-        sums=lambda tensor: [value_sums(tensor)],
-        rank=rank,
-        ranks=ranks,
-        ahead=len(files),
-    )
+    load_share(mapped(files), put_part, sums=sums, rank=rank, ranks=ranks, ahead=len(files))
 
 
 def ranks_row(folder: Path, *, ranks: int, rounds: int) -> list[str]:
@@ -194,7 +205,8 @@ def main() -> None:
             table_row(Path(directory), num_bytes=mb * 1_000_000, bucket_bytes=args.bucket_mb << 20, rounds=args.rounds)
             for mb in args.mb
         ]
-    header = ["model", "copy GB/s", "write GB/s", "read GB/s", "copy / (write + read)", "extra memory, buckets"]
+    header = ["model", "copy GB/s", "write GB/s", "hashed read GB/s", "read GB/s"]
+    header += ["copy / (write + hashed read)", "copy / (write + read)", "extra memory, buckets"]
     show(markdown_table(header, rows))
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         weights = model_weights(args.mb[-1] * 1_000_000, bucket_bytes=args.bucket_mb << 20)

@@ -35,7 +35,7 @@ from tests.helpers.updates import write_update
 CONFIG = VllmConfig(device="cpu", dtype="bfloat16", threads=1, load_timeout_s=600)
 LAYERS = 4
 SETS = 3  # of weights; a staged version replaces those of the version before the last
-HEADS = 4
+CHANNELS = 64  # of a head; vLLM's attention on the CPU knows few sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +89,9 @@ def save_model(mb: int, directory: Path) -> list[WeightUpdate]:
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        head_dim=hidden // HEADS,
+        num_attention_heads=hidden // CHANNELS,
+        num_key_value_heads=hidden // CHANNELS,
+        head_dim=CHANNELS,
         tie_word_embeddings=False,
     )
     updates: list[WeightUpdate] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from async_rl.endpoint.host import Sessions
 from async_rl.endpoint.turns import turn_reader
 from benchmarks import (
     gateway,
-    publish_arithmetic,
     queue_groups,
     scale_processes,
     simulated_scale,
@@ -202,68 +200,6 @@ def test_versions_under_adam_start_with_steps_of_the_learning_rate():
     assert len(later) == 2
     assert float((first - base).abs().mean()) == pytest.approx(1e-3, rel=0.05)
     assert float(base.double().std()) == pytest.approx(0.02, rel=0.05)
-
-
-# ---- publishes
-
-MODEL = publish_arithmetic.Model(
-    name="100B",
-    billions=100,
-    dense_billions=20,
-    stages=2,
-    tensor_ranks=5,
-    expert_ranks=4,
-    tensor_parallel=5,
-    replicas=4,
-    nodes=3,
-)
-RATES = publish_arithmetic.Rates(
-    write=4, write_delta=2, fetch=5, fetch_delta=2, receive=8, read=10, engine=2, delta_share=0.01, exchange_s=0.5
-)
-HARDWARE = publish_arithmetic.Hardware(
-    gpu_host_gbs=10, device_gbs=80, network_gbs=20, folder_gbs=40, bytes_per_parameter=2
-)
-
-
-def test_publish_arithmetic_gives_the_seconds_computed_by_hand():
-    publish = publish_arithmetic.Publish(MODEL, RATES, HARDWARE)
-    assert (publish.total, publish.owner, publish.worker) == (200, (40 / 5 + 160 / 4) / 2, 200 / 5)
-    assert publish.stall_memory() == pytest.approx(24 / 10 + 24 / 4)
-    assert publish.stall_folder() == pytest.approx(8.4 + 200 / 40)
-    assert publish.stall_delta() == pytest.approx(24 / 10 + 24 / 2 + 2 / 40)
-    assert publish.stall_single() == 200 / 10 + 200 / 4
-    assert publish.fetch_folder() == 3 * 200 / 40 + 200 / 5
-    assert publish.fetch_delta() == pytest.approx(3 * 2 / 40 + 200 / 2)
-    assert publish.receive_broadcast() == 200 / 8
-    assert publish.load() == 40 / 10 + 40 / 2
-    assert publish.rolling(max_paused=3) == 2 * 24
-    assert publish.exchange() == 0.5 + 40 / 80
-
-
-def test_publish_arithmetic_takes_the_slower_of_two_limits():
-    one_node = publish_arithmetic.Publish(dataclasses.replace(MODEL, nodes=1), RATES, HARDWARE)
-    assert one_node.fetch_folder() == 200 / 20 + 200 / 5, "the network of the node"
-    slow = publish_arithmetic.Publish(MODEL, RATES, dataclasses.replace(HARDWARE, network_gbs=5))
-    assert slow.receive_broadcast() == 200 / 5
-    fast_engine = publish_arithmetic.Publish(MODEL, dataclasses.replace(RATES, engine=100), HARDWARE)
-    assert fast_engine.load() == 40 / 10 + 40 / 10, "the copy to the GPU"
-
-
-def test_publish_arithmetic_measures_every_rate_that_needs_no_engine(tmp_path):
-    found = publish_arithmetic.measure_rates(tmp_path, num_bytes=2_000_000, bucket_bytes=1 << 20, versions=2, lr=1e-6)
-    assert found.keys() == {field.name for field in dataclasses.fields(RATES)} - {"engine", "exchange_s"}
-    assert min(found.values()) > 0
-    assert found["delta_share"] < 0.1
-
-
-def test_publish_arithmetic_table_has_a_column_for_each_model():
-    table = publish_arithmetic.seconds_table(
-        [publish_arithmetic.Publish(model, RATES, HARDWARE) for model in publish_arithmetic.MODELS]
-    )
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    assert rows[0] == ["seconds", "30B", "235B", "1T"]
-    assert ["GB of weights", "61.1", "470", "2,000"] in rows
-    assert publish_arithmetic.model_of(["100B", "100", "20", "2", "5", "4", "5", "4", "3"]) == MODEL
 
 
 # ---- sessions over HTTP
