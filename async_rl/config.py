@@ -58,6 +58,8 @@ Config = TypeVar("Config")
 _PACKAGE = Path(__file__).resolve().parent
 _FILES = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # an installed wheel or a checkout
 CONFIGS, RECIPES = _FILES / "configs", _FILES / "recipes"
+SYNCHRONOUS, MAX_STALENESS = "staleness=synchronous", "staleness.max_staleness="
+"""An override that fixes the bound on staleness, and the start of those that set it."""
 _FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
 
 
@@ -497,22 +499,20 @@ def recipe_overrides(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Overrides of a `recipe.yaml`, with its list `tiny_model` if no checkpoint is given.
 
     Args:
-        overrides: given next to the recipe.
+        overrides: given next to the recipe. With `staleness=synchronous` the recipe's own bound is left out.
 
     Raises:
         ConfigError: no such file, or one without a list of overrides.
     """
     try:
         found = yaml.safe_load(recipe.read_text())
-        return [
-            str(override)
-            for override in (*found["overrides"], *(() if _has_checkpoint(overrides) else found.get("tiny_model", ())))
-        ]
+        own = [*found["overrides"], *(() if _has_checkpoint(overrides) else found.get("tiny_model", ()))]
     except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r}); use one of "
             f"{', '.join(sorted(path.parent.name for path in RECIPES.glob('*/recipe.yaml')))}"
         ) from error
+    return [str(each) for each in own if not (SYNCHRONOUS in overrides and str(each).startswith(MAX_STALENESS))]
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -606,9 +606,9 @@ def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
                 f"{word} has several values, and a run has one of each; start a run for each value: for value in "
                 f"{' '.join(values)}; do {prog('run')} {name}=$value name=run-$value; done"
             )
-        if word.startswith("staleness.max_staleness=") and "staleness=synchronous" in overrides and value != "0":
+        if word.startswith(MAX_STALENESS) and SYNCHRONOUS in overrides and value != "0":
             raise ConfigError(
-                f"{word} with staleness=synchronous, where each batch is sampled by the weights that it trains; leave "
+                f"{word} with {SYNCHRONOUS}, where each batch is sampled by the weights that it trains; leave "
                 "out one of them, or use staleness=wait"
             )
         folder = config_dir / name

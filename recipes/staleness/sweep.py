@@ -18,6 +18,7 @@ from threading import Event
 from typing import Any
 
 from async_rl.config import ConfigError, load_config
+from async_rl.files.command import end_process
 from async_rl.metrics.report import read_run
 
 from .experiment import Cell, Experiment, experiments, read_experiment
@@ -25,6 +26,10 @@ from .results import Results, show
 
 SETTINGS_FILE = "settings.json"
 SHOWN_DIFFERENCES = 5
+
+
+class CellError(RuntimeError):
+    """A cell whose run is not finished."""
 
 
 def settings_of(cell: Cell, experiment: Experiment) -> dict[str, Any]:
@@ -71,7 +76,7 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
     """Run or resume a cell until it is finished; skip it if it is finished already.
 
     Raises:
-        subprocess.CalledProcessError: the run failed; the cause is in its output.
+        CellError: the run failed, and the cause is in its output, or it was stopped.
     """
     directory = out / cell.name
     if (directory / "done").exists():
@@ -84,15 +89,19 @@ def run_cell(cell: Cell, *, out: Path, overrides: Sequence[str], settings: Mappi
     own = [f"output_dir={directory}", f"name={cell.name}"]
     if cell.schedule is not None:
         own.append(f"schedule={out / cell.schedule}")
-    subprocess.run([sys.executable, "-m", "async_rl.run", *own, *overrides, *cell.overrides], check=True)
+    ended = subprocess.run([sys.executable, "-m", "async_rl.run", *own, *overrides, *cell.overrides], check=False)
+    if ended.returncode:
+        raise CellError(f"cell {cell.name} ended with exit code {ended.returncode}")
+    if not (directory / "final").is_dir():  # its exit code is 0 after Ctrl-C too
+        raise CellError(f"cell {cell.name} was stopped before its end; the same command continues it")
     (directory / "done").touch()
 
 
 def run_cells(chosen: Mapping[Cell, Mapping[str, Any]], *, out: Path, overrides: Sequence[str], jobs: int) -> list[str]:
-    """Run all cells, `jobs` at a time; after a failure none is started.
+    """Run all cells, `jobs` at a time; none is started after a failure or Ctrl-C.
 
     Returns:
-        names of the failed cells with their exit codes.
+        a line for each cell that is not finished.
     """
     failed, stop = list[str](), Event()
     ended = {cell.name: Event() for cell in chosen}
@@ -103,14 +112,18 @@ def run_cells(chosen: Mapping[Cell, Mapping[str, Any]], *, out: Path, overrides:
         try:
             if not stop.is_set():
                 run_cell(cell, out=out, overrides=overrides, settings=chosen[cell])
-        except subprocess.CalledProcessError as error:
+        except CellError as error:
             stop.set()
-            failed.append(f"cell {cell.name} ended with exit code {error.returncode}")
+            failed.append(str(error))
         finally:
             ended[cell.name].set()
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(run, chosen))
+        try:
+            list(pool.map(run, chosen))
+        except KeyboardInterrupt:
+            stop.set()
+            raise
     return failed
 
 
@@ -174,4 +187,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process("recipes.staleness.sweep")

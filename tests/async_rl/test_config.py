@@ -391,6 +391,12 @@ def test_every_recipe_builds_a_run(recipe):
     assert load_config(recipe_overrides(recipe)).total_train_steps > 0
 
 
+@pytest.mark.parametrize("recipe", sorted(RECIPES.glob("*/recipe.yaml")), ids=lambda path: path.parent.name)
+def test_every_recipe_can_be_synchronous(recipe):
+    own = ["staleness=synchronous"]
+    assert load_config([*recipe_overrides(recipe, own), *own]).staleness.max_staleness == 0
+
+
 @pytest.mark.parametrize("content", [None, "cells: {}", "overrides: 3", "["])
 def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
     path = tmp_path / "recipe.yaml"

@@ -1,7 +1,9 @@
 """Experiments with staleness: their cells, the runs of the cells, their results and the figure."""
 
 import json
+import signal
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,10 +221,13 @@ def test_an_interval_around_zero_is_shown_with_its_digits():
 
 
 class Runs:
-    """Takes the place of subprocess.run: writes the records of a run. Cells named in `failing` fail."""
+    """Takes the place of subprocess.run: writes the records of a run.
 
-    def __init__(self, monkeypatch, *, failing=()):
-        self.names, self.commands, self.failing = [], [], set(failing)
+    Cells named in `failing` fail, and those in `stopped` end as a run does after Ctrl-C.
+    """
+
+    def __init__(self, monkeypatch, *, failing=(), stopped=()):
+        self.names, self.commands, self.failing, self.stopped = [], [], set(failing), set(stopped)
         monkeypatch.setattr(sweep.subprocess, "run", self)
 
     def __call__(self, command, check):
@@ -230,11 +235,15 @@ class Runs:
         self.commands.append(command)
         self.names.append(directory.name)
         if directory.name in self.failing:
-            raise subprocess.CalledProcessError(1, command)
+            return subprocess.CompletedProcess(command, 1)
+        if directory.name in self.stopped:
+            return subprocess.CompletedProcess(command, 0)
         (cell,) = [cell for cell in LOSSES.cells() if cell.name == directory.name]
         run = record(cell)
         for name, lines in (("metrics.jsonl", run.steps), ("validation.jsonl", run.validations)):
             (directory / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (directory / "final").mkdir()
+        return subprocess.CompletedProcess(command, 0)
 
 
 def run(out, *words):
@@ -256,6 +265,35 @@ def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_p
     assert run(tmp_path, *same) == 0
     assert len(runs.commands) == 8 and (tmp_path / "figure.png").is_file()
     assert len(Results.read(tmp_path / "results.json").cells) == 6
+
+
+def test_a_stopped_cell_is_continued_by_the_same_command(tmp_path, monkeypatch, capsys):
+    runs = Runs(monkeypatch, stopped=[LAST])
+    assert run(tmp_path) == 1
+    assert f"error: cell {LAST} was stopped before its end" in capsys.readouterr().err
+    runs.stopped.clear()
+    assert run(tmp_path) == 0
+    assert runs.names.count(LAST) == 2 and len(runs.names) == 7
+
+
+def test_an_interrupt_starts_no_further_cell(tmp_path, monkeypatch):
+    events = []
+
+    def made():
+        events.append(threading.Event())
+        return events[-1]
+
+    class Interrupted(Runs):
+        def __call__(self, command, check):
+            signal.raise_signal(signal.SIGINT)
+            assert events[0].wait(60), "nothing stops the next cell"
+            return super().__call__(command, check)
+
+    monkeypatch.setattr(sweep, "Event", made)
+    runs = Interrupted(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    assert len(runs.commands) == 1
 
 
 def test_cells_follow_the_schedule_of_the_first_label(tmp_path, monkeypatch):
