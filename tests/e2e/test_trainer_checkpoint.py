@@ -12,7 +12,7 @@ import torch
 
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state import checkpoint as checkpoint_module
-from async_rl.trainer.state.checkpoint import TrainerCheckpointError
+from async_rl.trainer.state.checkpoint import TrainerCheckpointError, require_complete
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import whole_tensors
@@ -149,6 +149,14 @@ def test_a_save_that_loses_a_file_is_not_published(saved, tmp_path, monkeypatch,
     with pytest.raises(OSError, match=name):
         saved[0].save(tmp_path / "state").result()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_with_files_on_another_machine_is_not_complete(saved, tmp_path):
+    shutil.copytree(saved[1], tmp_path / "state")
+    require_complete(tmp_path / "state")
+    (tmp_path / "state" / "__0_0.distcp").unlink()
+    with pytest.raises(TrainerCheckpointError, match=r"lacks __0_0\.distcp.*shared disk"):
+        require_complete(tmp_path / "state")
 
 
 def test_a_folder_that_cannot_be_made_is_named(saved, tmp_path):

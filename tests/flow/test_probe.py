@@ -11,7 +11,7 @@ import torch
 from agent_loop.engine import AnswerError
 from async_rl.config import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, MismatchConfig
 from async_rl.controller.interfaces import StageError
-from async_rl.controller.probe import MismatchError, Probe, k3_of_replicas
+from async_rl.controller.probe import FIRST_PROBES, MismatchError, Probe, k3_of_replicas
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.schedule import read_schedule
 from async_rl.run import causes
@@ -239,7 +239,7 @@ async def compare_in_turn(probe, *, ds):
 
 async def test_the_bound_of_a_bfloat16_run_is_ten_times_its_noise_from_the_second_probe_on():
     """Stale experts have a k3 of 2.2e-2 where the noise is 1e-4 to 7e-4; the first probes alone set the noise."""
-    quiet = [0.02] * 6
+    quiet = [0.02] * FIRST_PROBES + [0.05] * (FIRST_PROBES + 1)
     probe = asked(*engines(1), prompts=1, dtype="bfloat16")
     assert await compare_in_turn(probe, ds=quiet) == pytest.approx([k3_of(d) for d in quiet], rel=1e-3)
     probe.ask_all(version=0)

@@ -12,6 +12,7 @@ SECRETS = [
     ("sync.directory", "s3://AKEY:se/cr3t@bucket/x"),
     ("task.options.api_key", "s3cr3t"),
     ("task.options.apiKey", "s3cr3t"),
+    ("task.options.judgeAuth", "s3cr3t"),
     ("task.options.openai_key", "s3cr3t"),
     ("task.options.judge_token", "s3cr3t"),
     ("task.options.password", 123456),

@@ -223,6 +223,19 @@ def test_expert_ranks_hold_whole_experts_of_which_each_has_an_equation():
     assert held.replace(sums(new), live(spread(new))) == []
 
 
+def test_an_empty_slot_of_a_rank_that_takes_an_expert_gets_its_equation():
+    def replace(held, expert, *slots):
+        ranks = [{"mlp.w2": (f"{slot}", [slot])} for slot in slots]
+        return held.replace({"mlp.empty": [[0]], "mlp.down": [[expert]]}, ranks)
+
+    published = {"mlp.empty": [[0]], "mlp.down": [[5]]}
+    held = LiveWeights(published=published, ranks=[{"mlp.w2": ("0", [0])}, {"mlp.w2": ("5", [5])}])
+    assert replace(held, 7, 7, 7) == [], "the first rank has a copy of the expert now"
+    assert replace(held, 8, 8, 8) == [], "the slot is no longer empty in the last two loads"
+    assert replace(held, 9, 8, 9), "the copy is old"
+    assert replace(held, 9, 9, 9) == []
+
+
 def test_tensors_that_were_published_with_the_same_values_need_not_change():
     held = holding(checkpoint(version=0))
     assert load(held, checkpoint(version=1, same=("experts", "q_norm"))) == []
@@ -255,12 +268,13 @@ def test_a_parameter_without_an_equation_has_to_change_with_the_tensors_that_are
             rank["model.layers.0.self_attn.scale"] = torch.full((1,), 0.3)
         return live(ranks)
 
-    old, new = checkpoint(version=0), checkpoint(version=1)
+    old, new, newest = (checkpoint(version=version) for version in range(3))
     held = LiveWeights(published=sums(old), ranks=computed(old))
     assert held.without_equation == ["model.layers.0.mlp.gate.weight", "model.layers.0.self_attn.scale"]
     gate = "model.layers.0.mlp.gate.weight"
     assert held.replace(sums(new), computed(new | {gate: old[gate]})) == [gate]
     assert held.replace(sums(new), computed(new)) == []
+    assert held.replace(sums(newest), computed(newest | {gate: old[gate]})) == [gate], "of the load before the last"
     assert held.replace(sums(new | {gate: old[gate]}), computed(new | {gate: old[gate]})) == []
 
 
