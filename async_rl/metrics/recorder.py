@@ -24,6 +24,8 @@ from async_rl.metrics.validation import ValidationResult, write_rollouts
 
 _USER_LINE = re.compile(r"\(([^()]+:\d+ in [^()]+)\)")
 _NUMBER = re.compile(r"\d+")
+WITHOUT_SIGNAL = 5
+"""Batches in a row without any advantage after which the run warns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +110,7 @@ class Recorder:
         self.lengths = Lengths()
         self.checkpointed = asyncio.Event()
         self._warned: dict[str, int] = {}
+        self._without_signal = 0  # batches in a row
         self._failed = FailedRollouts(directory / FOLDER, config=rollouts or RecordConfig(steps=0))
         self._train_step = 0
 
@@ -164,6 +167,14 @@ class Recorder:
         self._tell("step", step, metrics)
         if self._console is not None:
             self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
+        self._without_signal += 1
+        if metrics.get("reward/groups_without_signal", 0) < 1:
+            self._without_signal = 0
+        elif self._without_signal == WITHOUT_SIGNAL:
+            self.warn(
+                f"in {WITHOUT_SIGNAL} batches in a row all rewards of each group were equal, so that no advantage is "
+                "left; look at the newest rollouts, then change the prompts, the reward or rollout.sampling.temperature"
+            )
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
         """Record one round over the held-out prompts, requested after `train_step`."""

@@ -212,6 +212,18 @@ def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(("shares", "warnings"), [([1.0] * 12, 1), ([1.0] * 4 + [0.9] + [1.0] * 4, 0)])
+def test_batches_in_a_row_without_any_advantage_are_warned_of_once(tmp_path, shares, warnings):
+    shown = []
+    console = SimpleNamespace(note=lambda text, *, level: shown.append(text), step=lambda _: None, close=lambda: None)
+    recorder = Recorder(tmp_path, console=console)
+    for step, share in enumerate(shares, 1):
+        metrics = {"train_step": step, "reward/groups_without_signal": share}
+        recorder.step(StepRecord(metrics=metrics, staleness_tokens={}))
+    recorder.close()
+    assert len(shown) == warnings and all("5 batches in a row" in text for text in shown)
+
+
 def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):
     record(tmp_path)
     assert report([str(tmp_path)]) == 0
