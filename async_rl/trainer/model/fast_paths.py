@@ -22,8 +22,6 @@ class Platform:
 
     cuda: bool = False
     """Whether the device is a GPU."""
-    transformer_engine: bool = False
-    """Whether the layers are those of Transformer Engine."""
     fused_permutation: bool = False
     """Whether Transformer Engine has kernels that permute tokens (2.1 or later)."""
 
@@ -34,8 +32,6 @@ class FastPaths:
 
     overlap_grad_reduce: bool
     """Sum gradients over ranks in buckets, while the last backward pass of an update runs."""
-    moe_grouped_gemm: bool
-    """One kernel for the experts of a rank."""
     moe_permute_fusion: bool
     """One kernel that orders tokens by expert."""
     bias_activation_fusion: bool
@@ -57,7 +53,6 @@ def fast_paths(config: TrainerConfig, *, platform: Platform, swiglu: bool) -> Fa
     copies_of_experts = config.ranks // (parallel.expert * parallel.expert_tensor_size * parallel.pipeline)
     return FastPaths(
         overlap_grad_reduce=max(copies, copies_of_experts) > 1,
-        moe_grouped_gemm=platform.transformer_engine,
         moe_permute_fusion=platform.cuda and platform.fused_permutation,
         bias_activation_fusion=platform.cuda and swiglu,  # on a CPU it is not compiled, and slower
     )

@@ -106,7 +106,7 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     if problems := list(layout_problems(shape, config)):
         raise ValueError("\n".join(problems))
     engine = uses_transformer_engine(config, device=device) and not shape.family.local_only
-    fast = fast_paths(config, platform=_platform(device, transformer_engine=engine), swiglu=_has_swiglu(shape))
+    fast = fast_paths(config, platform=_platform(device), swiglu=_has_swiglu(shape))
     megatron = _transformer_config(shape, config, device, fast)
     stages: list[int | None] = [None]
     if config.parallel.virtual_pipeline > 1:
@@ -204,10 +204,9 @@ def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel])
                 router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
 
 
-def _platform(device: torch.device, *, transformer_engine: bool) -> Platform:
+def _platform(device: torch.device) -> Platform:
     return Platform(
         cuda=device.type == "cuda",
-        transformer_engine=transformer_engine,
         fused_permutation=moe_utils.HAVE_TE and moe_utils.fused_sort_chunks_by_index_with_probs is not None,
     )
 
@@ -261,7 +260,7 @@ def _megatron_config(
         apply_rope_fusion=False,
         cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=fast.moe_grouped_gemm,
+        moe_grouped_gemm=True,
         moe_permute_fusion=fast.moe_permute_fusion,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
@@ -294,7 +293,7 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
         case "none":
             return {}
         case "selective":
-            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+            return {"recompute_granularity": "selective", "recompute_modules": [*config.recompute_modules]}
         case "full":
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 

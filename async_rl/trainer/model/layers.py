@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from typing import Any, cast
 
@@ -78,8 +79,10 @@ def layer_specs(
         transformer_engine: which of the two specs.
         norms_all_heads: see Family.
     """
+    described = copy(config)
+    described.moe_grouped_gemm = transformer_engine  # without it, GROUPED takes the place of megatron's loop
     specs = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
+        described, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=stage
     )
     specs = _with_row_attention(specs) if transformer_engine else replace_modules(specs)
     if norms_all_heads:

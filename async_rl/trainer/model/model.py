@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Dtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
+"""Parts of a layer that `recompute=selective` can recompute, by megatron's names."""
 RouterReplayMode = Literal["none", "R2", "R3"]
 LayerSpec = Literal["auto", "local", "transformer_engine"]
 
@@ -141,7 +143,12 @@ class TrainerConfig:
     Transformer Engine, for bfloat16 on CUDA. `auto`: transformer_engine if it can be used, and without LoRA, else
     local."""
     recompute: Recompute = "none"
-    """Activations that the backward pass recomputes: none, core attention (selective), or whole layers (full)."""
+    """Activations that the backward pass recomputes: none, those of parts of each layer (selective), or of whole layers
+    (full)."""
+    recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
+    """Parts that `selective` recomputes: core_attn is the attention between its projections, of which fused kernels
+    keep little; mlp is that of dense layers; moe is the router with all experts; moe_act is the activation between the
+    two matrices of the experts."""
     packing: bool = True
     """Concatenate the sequences of a micro-batch; otherwise each is padded to the longest of its micro-batch."""
     router_replay: RouterReplayMode = "R3"
@@ -194,6 +201,12 @@ class TrainerConfig:
             raise ValueError(f"trainer.dtype is {self.dtype!r}; use float32 or bfloat16")
         if self.recompute not in ("none", "selective", "full"):
             raise ValueError(f"trainer.recompute is {self.recompute!r}; use none, selective or full")
+        if unknown := sorted(set(self.recompute_modules) - set(get_args(RecomputeModule))):
+            raise ValueError(
+                f"trainer.recompute_modules has {', '.join(unknown)}; use {', '.join(get_args(RecomputeModule))}"
+            )
+        if {"moe", "moe_act"} <= set(self.recompute_modules):
+            raise ValueError("trainer.recompute_modules has moe and moe_act, which is a part of it; leave out one")
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(f"trainer.layer_spec is {self.layer_spec!r}; use auto, local or transformer_engine")
         if self.layer_spec == "transformer_engine" and self.dtype != "bfloat16":

@@ -30,11 +30,9 @@ def test_gradients_overlap_if_several_ranks_have_the_same_weights(ranks, paralle
 def test_fused_kernels_are_used_on_devices_that_have_them():
     def used(swiglu=True, **platform):
         found = fast_paths(TrainerConfig(), platform=Platform(**platform), swiglu=swiglu)
-        return found.moe_grouped_gemm, found.moe_permute_fusion, found.bias_activation_fusion
+        return found.moe_permute_fusion, found.bias_activation_fusion
 
-    assert used() == used(fused_permutation=True) == (False, False, False)
-    assert used(cuda=True) == (False, False, True)
-    assert used(cuda=True, swiglu=False) == (False, False, False)
-    assert used(cuda=True, fused_permutation=True) == (False, True, True)
-    assert used(cuda=True, transformer_engine=True, fused_permutation=True) == (True, True, True)
-    assert used(transformer_engine=True) == (True, False, False)  # modules of tests with its layout
+    assert used() == used(fused_permutation=True) == (False, False)
+    assert used(cuda=True) == (False, True)
+    assert used(cuda=True, swiglu=False) == (False, False)
+    assert used(cuda=True, fused_permutation=True) == (True, True)
