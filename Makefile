@@ -18,7 +18,7 @@ FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: run seeds first-model first-model-seeds test test-all test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
+.PHONY: gpu-day run seeds first-model first-model-seeds test test-all test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
 	setup-sglang setup-agents staleness bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
@@ -171,6 +171,14 @@ bench: setup
 # The pages of docs/ and the API, in build/docs. The tools have a virtualenv of their own; no code of the project is imported.
 docs: $(VENV_DOCS)/.ready
 	$(VENV_DOCS)/bin/mkdocs build --strict $(ARGS)
+
+# All that needs a GPU, in the order of its worth: labels of versions under CUDA graphs and asynchronous scheduling, whole
+# runs, the trainer. Set up with GPU=1.
+gpu-day: setup
+	$(BIN)/python -m pytest tests/gpu
+	TEST_DEVICE=cuda $(BIN)/python -m pytest tests/conformance/test_scenarios_publishes.py -k "vllm and not tp2"
+	$(BIN)/python benchmarks/gpu_runs.py
+	$(BIN)/python benchmarks/gpu_training.py
 
 # docs/reference, from the docstrings of the config and the registry of metrics.
 reference: setup

@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
 
     def config(**changes: Any) -> TrainerConfig:
-        return TrainerConfig(dtype="bfloat16", threads=8, micro_batch_tokens=arguments.micro_batch_tokens, **changes)
+        return TrainerConfig(dtype="bfloat16", micro_batch_tokens=arguments.micro_batch_tokens, **changes)
 
     ways = {
         "trainer, no replay": config(router_replay="none"),

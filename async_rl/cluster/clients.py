@@ -125,7 +125,7 @@ class ReplicaClient:
             followers=followers,
         )
         try:
-            await client._answer_of_host("start", started, config.start_timeout_s)
+            await client._answer_of_host("start", started, config.start_timeout_s + config.load_timeout_s)
             client.node = await client._answer_of_host("node", actor.node.remote(), config.start_timeout_s)
         except BaseException:
             ray.kill(actor)  # it holds the place of the next one

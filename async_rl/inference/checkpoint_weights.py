@@ -1,4 +1,4 @@
-"""Names and digest of the tensors of a Hugging Face checkpoint; the digest identifies weight version 0."""
+"""Files, names and shapes of the tensors of a Hugging Face checkpoint or a published version."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import WeightUpdate, read_tensors, update_files
+from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.transport import WeightUpdate, update_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"
@@ -71,21 +70,3 @@ def published_shapes(update: WeightUpdate, *, timeout_s: float) -> Shapes:
     from async_rl.weights.broadcast import described  # imports torch, which a configuration does without
 
     return described(update.path.name, update.direct, timeout_s=timeout_s)
-
-
-def hash_checkpoint(checkpoint: Path, *, num_layers: int | None = None) -> WeightsDigest:
-    """Digest of the tensors of a checkpoint folder; reads all weight files.
-
-    Args:
-        checkpoint: Hugging Face checkpoint folder.
-        num_layers: tensors of further layers are left out (see `is_carried`); None takes all tensors.
-
-    Raises:
-        CheckpointError: no usable weight files.
-    """
-    digest = WeightsDigest()
-    for path in weight_files(checkpoint):
-        for name, tensor in read_tensors(path):
-            if num_layers is None or not is_carried(name, num_layers=num_layers):
-                digest.update(name, tensor)
-    return digest

@@ -210,7 +210,8 @@ def _shared_speed(config: Mapping[str, Any], cores: int) -> float:
     engine, trainer = config["engine"], config["trainer"]
     if engine.get("device", "auto") == "cuda" or "threads" not in engine:
         return 1.0
-    threads = engine["replicas"] * engine["threads"] + trainer["ranks"] * trainer["threads"]
+    of_rank = trainer["threads"] or max(1, cores // trainer["ranks"])
+    threads = engine["replicas"] * engine["threads"] + trainer["ranks"] * of_rank
     threads += config["rollout"]["workers"]
     return min(1.0, cores / threads)
 

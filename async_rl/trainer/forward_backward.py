@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -119,11 +120,14 @@ class ForwardBackward:
     ) -> list[dict[str, Tensor]]:
         """Results of the objective for each micro-batch; empty before the last pipeline stage."""
 
+        offload = self._config.offload_activations and not forward_only
+
         def forward_step(source: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(source)
             if not replay:
                 micro_batch.context.routing = None
-            hidden = micro_batch.forward(model, at=self._groups.coordinates)
+            with activations_on_host() if offload else contextlib.nullcontext():
+                hidden = micro_batch.forward(model, at=self._groups.coordinates)
             return hidden, partial(scheduled_loss, micro_batch=micro_batch, objective=objective)
 
         sources = _for_each_chunk(iter(micro_batches), chunks=len(self._model.wrapped))
@@ -136,6 +140,27 @@ class ForwardBackward:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+
+def activations_on_host() -> contextlib.AbstractContextManager[Any]:
+    """The backward pass of what is computed inside takes all tensors but parameters from copies in host memory.
+
+    The copies of a GPU are pinned, and queued among its kernels.
+    """
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(saved: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        device, host = saved
+        return host.to(device, non_blocking=True)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 def _for_each_chunk(micro_batches: Iterator[MicroBatch], *, chunks: int) -> list[Iterator[MicroBatch]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -55,6 +56,14 @@ def _reuse_freed_memory() -> None:
         mallopt(_TRIM_THRESHOLD, -1)
 
 
+def threads_of(config: TrainerConfig) -> int:
+    """CPU threads of a rank in this process."""
+    if config.threads is not None:
+        return config.threads
+    gpus = len([*Path("/dev").glob("nvidia[0-9]*")])  # also those that Ray hides from this process
+    return max(1, len(os.sched_getaffinity(0)) // (gpus or config.ranks))
+
+
 def _peak(config: TrainerConfig, device: torch.device) -> float | None:
     """Operations per second of a rank at most; None if they are not known."""
     if config.peak_flops is not None or device.type != "cuda" or config.dtype != "bfloat16":
@@ -102,7 +111,7 @@ class TrainerRank:
         direct: Backend | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(threads_of(config))
         _reuse_freed_memory()
         self.timeline = Timeline("rank")
         self._config = config

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -63,6 +63,18 @@ class WeightsDigest:
         for part in parts:
             total._entries |= part._entries
         return total
+
+    @classmethod
+    def of_hashes(cls, hashes: Mapping[str, str]) -> WeightsDigest:
+        """Digest of tensors whose `hashes` another process has computed."""
+        found = cls()
+        found._entries = {name: bytes.fromhex(entry) for name, entry in hashes.items()}
+        return found
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Name of each tensor -> 32 hex digits."""
+        return {name: entry.hex() for name, entry in self._entries.items()}
 
     def update(self, name: str, tensor: torch.Tensor, *, copy_to: NDArray[np.uint8] | None = None) -> None:
         """Hash name, dtype, shape and bytes of a CPU tensor, and copy the bytes if they have a target [n]."""

@@ -5,6 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
+from async_rl.trainer.forward_backward import activations_on_host
 from async_rl.trainer.model.model import LoraConfig, RecomputeModule, TrainerConfig
 from tests.helpers import tiny_models
 from tests.parallel.support import MARKS, gradients, make_batch, start_trainer
@@ -69,6 +70,40 @@ def test_recomputed_parts_keep_less_and_give_the_same_gradients(name, settings, 
         assert kept < whole, module
         for key, gradient in expected.items():
             assert torch.equal(found[key], gradient), (module, key)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_of_layers_that_wait_on_the_host_give_the_same_gradients(name, tmp_path):
+    make, dense, _ = MODELS[name]
+    config = make()
+    checkpoint = tiny_models.save_checkpoint(config, tmp_path, seed=1)
+    layers = config.num_hidden_layers - dense
+    _, expected = update(checkpoint, layers, recompute="full")
+    _, found = update(checkpoint, layers, recompute="full", offload_activations=True)
+    for key, gradient in expected.items():
+        assert torch.equal(found[key], gradient), key
+
+
+def test_a_tensor_that_waits_on_the_host_is_a_copy_and_a_parameter_is_not():
+    weight, given = torch.nn.Parameter(torch.full((3,), 2.0)), torch.full((3,), 5.0, requires_grad=True)
+    middle = given * 1
+    with activations_on_host():
+        product = middle * weight
+    with torch.no_grad():
+        middle.detach().zero_()
+    product.sum().backward()
+    assert weight.grad.tolist() == [5.0] * 3 and given.grad.tolist() == [2.0] * 3
+    with activations_on_host():
+        product = given * weight
+    with torch.no_grad():
+        weight.data.zero_()
+    product.sum().backward()
+    assert given.grad.tolist() == [2.0] * 3, "the gradient of the second product is that of the changed parameter"
+
+
+def test_activations_wait_on_the_host_only_if_layers_are_recomputed():
+    with pytest.raises(ValueError, match=r"trainer\.offload_activations is true.*set recompute=full"):
+        TrainerConfig(recompute="selective", offload_activations=True)
 
 
 def test_every_part_is_tested():

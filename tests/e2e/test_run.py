@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from agent_loop.engine import GenerateRequest
 from async_rl.export import main
-from async_rl.inference.checkpoint_weights import hash_checkpoint
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from async_rl.metrics.trace import read_trace
 from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, lines, pids, spawn, start, wait_for_step
 from tests.helpers.traces import CHAIN, check_trace
+from tests.helpers.updates import checkpoint_digest
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = ("staleness.max_staleness=1",)
@@ -119,7 +119,7 @@ def last_published(directory):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of megatron
 def test_final_and_export_hold_the_tensors_of_the_last_version(short_run, tmp_path, capsys):
-    assert last_published(short_run) == (4, hash_checkpoint(short_run / "final").hexdigest())
+    assert last_published(short_run) == (4, checkpoint_digest(short_run / "final"))
     assert main([str(short_run), "--step", "4", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     for path in (short_run / "final").iterdir():

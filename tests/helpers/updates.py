@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from async_rl.weights.digest import WeightsDigest
+from async_rl.inference.checkpoint_weights import weight_files
+from async_rl.weights.digest import WeightsDigest, digest_of, read_tensors
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.plan import BUCKET_BYTES
 from async_rl.weights.transport import (
@@ -50,6 +51,11 @@ def write_update(
         held.append((name, tensor))
     buckets.append(write_bucket(folder, len(buckets), held, files=files))
     return finish_update(folder, version=version, buckets=buckets)
+
+
+def checkpoint_digest(folder: Path) -> str:
+    """Digest of all tensors of a checkpoint folder."""
+    return digest_of(named for path in weight_files(folder) for named in read_tensors(path)).hexdigest()
 
 
 def read_update(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

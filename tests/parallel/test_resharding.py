@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from async_rl.export import main
-from async_rl.inference.checkpoint_weights import hash_checkpoint
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
 from tests.helpers.tiny_models import deepseek_v3_config, qwen3_moe_config, save_checkpoint
+from tests.helpers.updates import checkpoint_digest
 from tests.parallel.processes import result_of
 from tests.parallel.ranks import ADAM
 from tests.parallel.resharding import NEXT_SEEDS, Chain, pretrained_folder, run_chains, whole_tensors
@@ -107,8 +107,8 @@ def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, n
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_every_layout_writes_the_same_hugging_face_checkpoint(outcomes, family, name):
     folder = outcomes[family].chain.folder
-    expected = hash_checkpoint(pretrained_folder(folder / "start")).hexdigest()
-    assert hash_checkpoint(pretrained_folder(folder / name)).hexdigest() == expected
+    expected = checkpoint_digest(pretrained_folder(folder / "start"))
+    assert checkpoint_digest(pretrained_folder(folder / name)) == expected
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen", "four-ranks-split"), ("deepseek", "expert-split")])
@@ -123,9 +123,7 @@ def test_export_writes_the_same_from_a_checkpoint_of_several_ranks(outcomes, fam
     (checkpoint / "run.json").touch()
     assert main([str(tmp_path)]) == 0
     exported = tmp_path / "export" / "step-000004"
-    assert (
-        hash_checkpoint(exported).hexdigest() == hash_checkpoint(pretrained_folder(chain.folder / "start")).hexdigest()
-    )
+    assert checkpoint_digest(exported) == checkpoint_digest(pretrained_folder(chain.folder / "start"))
     config = json.loads((exported / "config.json").read_text())
     assert config["dtype"] == chain.settings.get("dtype", "float32")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
-from async_rl.inference.checkpoint_weights import hash_checkpoint, published_shapes, tensor_shapes, weight_files
+from async_rl.inference.checkpoint_weights import published_shapes, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
 from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.inference.nodes import NodePlace
@@ -37,6 +37,7 @@ from async_rl.inference.vllm.process import (
     stop_engine,
 )
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
+from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import UpdateError, WeightUpdate, readable_by_ranks
 from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
@@ -304,13 +305,15 @@ async def start_vllm(
     try:
         async with asyncio.timeout(config.start_timeout_s):
             engine = await start_engine(args)
-            digest = await asyncio.to_thread(hash_checkpoint, checkpoint, num_layers=model.info.num_layers)
-            weights = WeightVersion(0, digest.hexdigest())
-            live = first_weights(await call_ranks(engine, "first_load", [str(file) for file in files]))
+        async with asyncio.timeout(config.load_timeout_s):  # as of a later version
+            ranks = await call_ranks(engine, "first_load", [str(file) for file in files])
+            hashes = {name: found for rank in ranks for name, found in rank["hashes"].items() if name in names}
+            weights = WeightVersion(0, WeightsDigest.of_hashes(hashes).hexdigest())
             await engine.update_weight_version(weight_label(weights))
     except TimeoutError as error:
         raise EngineError(
-            f"{name}: the engine did not start within engine.start_timeout_s={config.start_timeout_s}"
+            f"{name}: the engine did not start within engine.start_timeout_s={config.start_timeout_s}, or its ranks "
+            f"did not hash their weights within engine.load_timeout_s={config.load_timeout_s}"
         ) from error
     except Exception as error:
         raise EngineError(f"{name}: the engine did not start: {error}") from error
@@ -319,5 +322,5 @@ async def start_vllm(
         config=config,
         name=name,
         weights=weights,
-        live=live,
+        live=first_weights(ranks),
     )

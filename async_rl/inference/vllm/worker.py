@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from async_rl.weights.checksum import PACKED, Content, model_contents, sums_for
-from async_rl.weights.digest import load_share, mapped, read_tensors
+from async_rl.weights.digest import WeightsDigest, load_share, mapped, read_tensors
 from async_rl.weights.group import received
 from async_rl.weights.live import PACKED_SUFFIX
 from async_rl.weights.store import on_this_node
@@ -80,12 +80,17 @@ class LoadsUpdates:
         self.staging.commit()
 
     def first_load(self: Any, files: list[str]) -> Report:
-        """Fields `published` and `parameters` of the load at the start. files: of the checkpoint."""
+        """Fields `published`, `hashes` and `parameters` of the load at the start. files: of the checkpoint.
+
+        A rank reads and hashes its share of the tensors.
+        """
         model, share = self.get_model(), _place()
-        sums = sums_for(model)
+        sums, digest, published = sums_for(model), WeightsDigest(), dict[str, Any]()
         tensors = (named for file in files for named in read_tensors(Path(file)))
-        mine = islice(tensors, share["rank"], None, share["ranks"])
-        return {"published": {name: sums(tensor) for name, tensor in mine}, "parameters": _contents(model)}
+        for name, tensor in islice(tensors, share["rank"], None, share["ranks"]):
+            digest.update(name, tensor)
+            published[name] = sums(tensor)
+        return {"published": published, "hashes": digest.hashes, "parameters": _contents(model)}
 
     def pin_routing(self: Any, rows: dict[str, dict[str, Any]]) -> None:
         """Use the recorded experts of running requests if their K/V has to be computed again.

@@ -149,6 +149,8 @@ class TrainerConfig:
     """Parts that `selective` recomputes: core_attn is the attention between its projections, of which fused kernels
     keep little; mlp is that of dense layers; moe is the router with all experts; moe_act is the activation between the
     two matrices of the experts."""
+    offload_activations: bool = False
+    """With `recompute=full`: the inputs of the layers wait in pinned host memory for the backward pass."""
     packing: bool = True
     """Concatenate the sequences of a micro-batch; otherwise each is padded to the longest of its micro-batch."""
     router_replay: RouterReplayMode = "R3"
@@ -161,8 +163,9 @@ class TrainerConfig:
     """Tokens of a forward pass per data-parallel and context-parallel rank. A longer sequence is a micro-batch."""
     updates_per_batch: int = 1
     """Optimizer steps per batch. The prompt groups of a batch are split into this many mini-batches."""
-    threads: int = 1
-    """CPU threads per rank."""
+    threads: int | None = None
+    """CPU threads per rank; null is its share of the cores that it may use: by the GPUs of its node, or by the ranks if
+    they train on CPUs."""
     aux_loss_coefficient: float = 0.0
     """Factor of the load-balance loss in RL."""
     supervised_aux_loss_coefficient: float = 0.01
@@ -179,8 +182,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "micro_batch_tokens", "updates_per_batch", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)}; must be >= 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"trainer.{name} is {value}; must be >= 1")
         for name in ("aux_loss_coefficient", "supervised_aux_loss_coefficient"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)}; must be >= 0")
@@ -207,6 +210,11 @@ class TrainerConfig:
             )
         if {"moe", "moe_act"} <= set(self.recompute_modules):
             raise ValueError("trainer.recompute_modules has moe and moe_act, which is a part of it; leave out one")
+        if self.offload_activations and self.recompute != "full":
+            raise ValueError(
+                f"trainer.offload_activations is true with trainer.recompute={self.recompute}, so that all activations "
+                "of each layer would be copied; set recompute=full"
+            )
         if self.layer_spec not in ("auto", "local", "transformer_engine"):
             raise ValueError(f"trainer.layer_spec is {self.layer_spec!r}; use auto, local or transformer_engine")
         if self.layer_spec == "transformer_engine" and self.dtype != "bfloat16":
@@ -246,7 +254,7 @@ class TrainerConfig:
 def rank_environment(config: TrainerConfig) -> dict[str, str]:
     """Environment variables that must be set when the process of a rank starts."""
     variables = {
-        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_NUM_THREADS": str(config.threads or 1),  # torch's threads are set in the process
         "GOMP_SPINCOUNT": "5000",  # an idle thread soon leaves its core to an engine beside it; default: 300,000
     }
     if max(config.parallel.tensor, config.parallel.context) > 1:

@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_rl.inference.checkpoint_weights import hash_checkpoint, weight_files
+from async_rl.inference.checkpoint_weights import weight_files
 from async_rl.weights.model_info import CheckpointError
+from tests.helpers.updates import checkpoint_digest
 
 
 def test_checkpoint_digest_is_that_of_the_tensors_in_any_split(tmp_path):
@@ -19,7 +20,7 @@ def test_checkpoint_digest_is_that_of_the_tensors_in_any_split(tmp_path):
         save_file({name: tensors[name] for name in files if files[name] == file}, split / file)
     (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     save_file({"stray": tensors["a"]}, split / "consolidated.safetensors")
-    assert hash_checkpoint(whole).hexdigest() == hash_checkpoint(split).hexdigest()
+    assert checkpoint_digest(whole) == checkpoint_digest(split)
     (split / "model-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002\.safetensors"):
         weight_files(split)

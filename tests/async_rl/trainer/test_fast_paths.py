@@ -1,5 +1,7 @@
 """Which faster ways of megatron are used, by layout and device."""
 
+from dataclasses import replace
+
 import pytest
 
 from async_rl.trainer.model.fast_paths import Platform, fast_paths
@@ -36,3 +38,16 @@ def test_fused_kernels_are_used_on_devices_that_have_them():
     assert used(cuda=True) == (False, True)
     assert used(cuda=True, swiglu=False) == (False, False)
     assert used(cuda=True, fused_permutation=True) == (True, True)
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [(0, 4), (2, 8), (64, 1)])
+def test_a_rank_has_its_share_of_the_cores(monkeypatch, gpus, threads):
+    from async_rl.trainer import rank
+
+    monkeypatch.setattr(rank.os, "sched_getaffinity", lambda _pid: set(range(16)))
+    monkeypatch.setattr(rank.Path, "glob", lambda _path, _pattern: iter(range(gpus)))
+    config = TrainerConfig(ranks=4)
+    assert rank.threads_of(config) == threads
+    assert rank.threads_of(replace(config, threads=3)) == 3
+    with pytest.raises(ValueError, match=r"trainer\.threads is 0"):
+        replace(config, threads=0)

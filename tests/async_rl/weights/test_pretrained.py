@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from async_rl.inference.checkpoint_weights import hash_checkpoint
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.pretrained import keep_model_files, sampled_digest, save_adapter, save_pretrained
 from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
+from tests.helpers.updates import checkpoint_digest
 
 FILES = {"config.json", "tokenizer.json", "chat_template.jinja"}
 
@@ -52,7 +52,7 @@ def test_save_pretrained_writes_one_file_and_copies_all_but_weights(tmp_path, mo
     with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {name for name, _ in tensors()}
         assert file.metadata() == {"format": "pt"}
-    assert hash_checkpoint(tmp_path / "final").hexdigest() == digest_of(tensors())
+    assert checkpoint_digest(tmp_path / "final") == digest_of(tensors())
 
 
 def test_save_pretrained_shards_by_size_and_indexes_every_tensor(tmp_path, model):
@@ -68,7 +68,7 @@ def test_save_pretrained_shards_by_size_and_indexes_every_tensor(tmp_path, model
         assert sum(tensor.nbytes for tensor in held.values()) <= 80
         assert [index["weight_map"][name] for name in held] == [shard] * len(held)
         found |= held
-    assert digest_of(found.items()) == digest_of(tensors()) == hash_checkpoint(tmp_path / "final").hexdigest()
+    assert digest_of(found.items()) == digest_of(tensors()) == checkpoint_digest(tmp_path / "final")
 
 
 def test_save_pretrained_holds_no_more_tensors_than_a_shard(tmp_path, model):
@@ -115,9 +115,7 @@ def test_save_pretrained_that_fails_leaves_the_folder_unchanged(tmp_path, model)
     save_pretrained(tmp_path / "final", tensors(), like=model)
     with pytest.raises(OSError, match="no space"):
         save_pretrained(tmp_path / "final", full_disk(), like=model)
-    assert names(tmp_path) == {"model", "final"} and hash_checkpoint(tmp_path / "final").hexdigest() == digest_of(
-        tensors()
-    )
+    assert names(tmp_path) == {"model", "final"} and checkpoint_digest(tmp_path / "final") == digest_of(tensors())
 
 
 def test_sampled_digest_depends_on_names_and_values_and_not_on_files(tmp_path, model):
