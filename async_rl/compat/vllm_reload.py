@@ -1,8 +1,9 @@
-"""Loads weights into a twin of vLLM's model, by vLLM's own reload, and packs a tied lm_head after every reload."""
+"""Loads weights into vLLM's model or its twin, by vLLM's own reload, and packs a tied lm_head after every reload."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -10,13 +11,34 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.reload.layerwise import (
+    LOADING_LAYERS,
     _get_original_loader,  # pyright: ignore[reportPrivateUsage]
+    _place_kernel_tensors,  # pyright: ignore[reportPrivateUsage]
     get_layerwise_info,
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
 
 from async_rl.weights.twin import Twin
+
+
+@contextlib.contextmanager
+def placed_again(model: torch.nn.Module) -> Generator[None]:
+    """Context of a reload. After an error inside, every module has its own tensors, and a reload can start.
+
+    vLLM's reload puts a module on the meta device until its last tensor has come. The tensors that came before the
+    error must not count for the next version. The values may be of two versions.
+    """
+    try:
+        yield
+    except BaseException:
+        for module in model.modules():
+            info = get_layerwise_info(module)
+            if info.kernel_tensors is not None:
+                _place_kernel_tensors(module, info)
+            info.reset()
+        LOADING_LAYERS.clear()
+        raise
 
 
 def reload_twin(twin: Twin, tensors: Iterable[tuple[str, torch.Tensor]], *, config: VllmConfig) -> None:

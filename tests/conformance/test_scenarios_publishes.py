@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+import async_rl.inference.sglang.update
+import async_rl.inference.vllm.engine
 from agent_loop.engine import EngineError, GenerateRequest
+from async_rl.inference.checkpoint_weights import published_shapes
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
 from async_rl.inference.replica import DeliveryError, KVPolicy
@@ -25,12 +28,13 @@ from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import read_tensors, update_files
 from message_queue.tokens import TokenOutput
-from tests.conformance.checks import assert_whole, versions_of
+from tests.conformance.checks import assert_true, assert_whole, versions_of
 from tests.conformance.conftest import Report
-from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, Rollout, RunFolder, prompts
+from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, Rollout, RunFolder, prompts, tokens
 from tests.conformance.probes import TransformersTruth, VllmProbe
 from tests.conformance.served import VLLM, VLLM_KV_TOKENS, Models, small_steps, start_vllm, under_test
 from tests.helpers.fakes.rollouts import RolloutsHere
+from tests.helpers.updates import read_update, write_update
 
 pytestmark = MARKS
 PUBLISHES = int(os.environ.get("PUBLISHES", "6"))
@@ -235,4 +239,60 @@ async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_t
         rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
         await asyncio.gather(*tasks)
     assert set(versions_of(tested.exchanges[-1])) == {5}
+    assert_whole(tested, *rollouts)
+
+
+@WITH_KV
+@pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
+@pytest.mark.parametrize("bucket", [0, 1])
+async def test_a_load_that_is_cut_at_a_bucket_leaves_an_engine_that_loads_the_next_version(
+    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bucket: int, staged: bool
+):
+    """After the check of the version, which finds no fault."""
+    cut = write_update(tmp_path, version=2, tensors=read_update(tested.update(0).path), bucket_bytes=256 << 10)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = published_shapes(*args, **kwargs)
+        if args[0] == cut:
+            os.truncate(update_files(cut.path)[bucket], 100)
+        return found
+
+    for engine in (async_rl.inference.vllm.engine, async_rl.inference.sglang.update):
+        monkeypatch.setattr(engine, "published_shapes", checked)
+    await tested.publish(version=1, staged=staged)
+    await tested.replica.pause()
+    with pytest.raises(EngineError, match=update_files(cut.path)[bucket].name):
+        await (tested.replica.stage(cut) if staged else tested.replica.load(cut))
+    if not staged:
+        with pytest.raises(EngineError):
+            await tested.replica.resume()
+    for version in (3, 4):
+        await tested.publish(version=version, staged=staged)
+        exchange = await tested.ask(f"version-{version}", tokens(10))
+        assert set(versions_of(exchange)) == {version}
+        assert_true(tested, [exchange])
+
+
+@WITH_KV
+async def test_a_direct_load_that_is_cut_before_its_first_bucket_leaves_an_engine_that_loads_the_next_version(
+    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+):
+    with tested.direct() as memory:
+        cut = memory.write(2)
+
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            found = published_shapes(*args, **kwargs)
+            if args[0] == cut:
+                memory.ranks[0].discard(keep_version=3)
+            return found
+
+        for engine in (async_rl.inference.vllm.engine, async_rl.inference.sglang.update):
+            monkeypatch.setattr(engine, "published_shapes", checked)
+        await tested.replica.pause()
+        with pytest.raises(DeliveryError, match="bucket 0 of weights-2 did not come from"):
+            await tested.replica.load(cut)
+        await tested.publish(version=3)
+        rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
+        await asyncio.gather(*tasks)
+    assert set(versions_of(tested.exchanges[-1])) == {3}
     assert_whole(tested, *rollouts)

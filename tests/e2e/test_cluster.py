@@ -90,6 +90,17 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     assert kinds.keys() - {"controller"} == pids(run).keys() - {"queue"}, "processes of all nodes have spans"
 
 
+def test_trainer_ranks_send_versions_to_engine_ranks_on_other_nodes(address, environment, tmp_path):
+    over_nodes = ("sync.route=direct", "engine.tensor_parallel=2", "engine.nodes=2")
+    overrides = (*APART, f"cluster.address={address}", *over_nodes)
+    process = start("outputs/run", "warm", *overrides, cwd=tmp_path, env=environment)
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps = lines(tmp_path / "outputs" / "run", "metrics.jsonl")
+    assert [s["param_version"] for s in steps] == [1, 2]
+    assert all(s["mismatch/k3_probe"] is not None for s in steps), "the probe compares what the engine serves"
+
+
 def test_shared_memory_over_nodes_is_refused_before_any_part_starts(address, environment, tmp_path):
     process = start("run", "warm", *APART, f"cluster.address={address}", cwd=tmp_path, env=environment)
     output = finish(process)
