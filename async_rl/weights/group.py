@@ -171,11 +171,17 @@ def answer_of(delivery: Store) -> list[Mapping[str, Any]]:
 @contextmanager
 def member(store: Store, *, rank: int, size: int, backend: str, timeout: timedelta) -> Generator[Group]:
     """A member of a group. The group ends for all members if the block does not end by itself."""
-    group = Group(store, rank=rank, size=size, backend=backend, timeout=timeout)
+    group = None
     try:
+        group = Group(store, rank=rank, size=size, backend=backend, timeout=timeout)
+        group.until_complete(size)
         yield group
     except BaseException as error:
-        group.fail(str(error) if isinstance(error, Exception) else _ENDED)
+        with contextlib.suppress(RuntimeError):  # the server may be gone
+            if not store.check(["failure"]):
+                store.set("failure", str(error) if isinstance(error, Exception) else _ENDED)
+        if group is not None:
+            group.abort()
         raise
 
 
@@ -202,6 +208,22 @@ class Group:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = IDLE  # when it is over, torch ends the process
             self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def until_complete(self, size: int) -> None:
+        """Return when all members are connected to all others.
+
+        A member that has received all bytes closes its connections. If another one were still connecting, gloo would
+        take that for a failure.
+        """
+        if self._store.add("connected", 1) == size:
+            self._store.set("complete", "")
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(["complete"]):
+            self._require_all()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a member did not connect within {self._timeout_s:g} s")
+            with contextlib.suppress(dist.DistStoreError):
+                self._store.wait(["complete"], timedelta(seconds=_LOOK_S))
 
     def broadcast(self, data: Tensor) -> None:
         """Send bytes of rank 0 to all others.
@@ -238,13 +260,10 @@ class Group:
         if self._store.check(["failure"]):
             raise RuntimeError(f"another member failed: {self._store.get('failure').decode()}")
 
-    def fail(self, error: str) -> None:
+    def abort(self) -> None:
         """End the group. A member that starts to wait after another has left would not notice it otherwise.
 
         Gloo may end a failed group only after its time-out, so a thread waits for this.
         """
-        with contextlib.suppress(RuntimeError):  # the server may be gone
-            if not self._store.check(["failure"]):
-                self._store.set("failure", error)
-        group, self._group = self._group, None
-        threading.Thread(target=group.abort, daemon=True).start()
+        held, self._group = [self._group], None
+        threading.Thread(target=lambda: held.pop().abort(), daemon=True).start()  # which frees it too

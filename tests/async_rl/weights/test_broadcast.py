@@ -4,11 +4,15 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from async_rl.weights import group
 from async_rl.weights.broadcast import VersionServer, end_delivery, receive
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError
@@ -16,6 +20,7 @@ from tests.helpers.updates import read_update, write_update
 
 HOST = "127.0.0.1"
 NUM_BUCKETS = 5
+TIMEOUT = timedelta(seconds=60)
 
 
 @pytest.fixture
@@ -188,3 +193,51 @@ def test_a_delivery_that_is_ended_for_a_lost_node_leaves_the_others_with_an_erro
     assert not any(store.local(update.path).exists() for store in stores)
     assert deliver(stores[:2], update, sources, delivery="again") == [None, None]
     check(stores[0], update, weights)
+
+
+def test_no_member_leaves_a_group_before_all_are_connected(monkeypatch):
+    """Gloo would take the connections that it closes for a failure, if another member were still connecting."""
+    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    members, connected = [], dist.ProcessGroupGloo
+
+    def connects_last(store, rank, size, timeout):
+        made = connected(store, rank, size, timeout)
+        while rank == 2 and store.add("connected", 0) < 2 and len(members) < 2:
+            time.sleep(0.001)
+        if rank == 2:
+            members.append("all are connected")
+        return made
+
+    def join(rank):
+        store = group.connect(f"{HOST}:{server.port}", TIMEOUT)
+        with group.member(store, rank=rank, size=3, backend="gloo", timeout=TIMEOUT):
+            members.append(rank)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connects_last)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(join, range(3)))
+    assert members[0] == "all are connected"
+
+
+def test_a_member_that_cannot_connect_ends_the_group_for_the_others(monkeypatch):
+    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    connected = dist.ProcessGroupGloo
+
+    def connects(store, rank, size, timeout):
+        made = connected(store, rank, size, timeout)
+        if rank == 1:
+            raise RuntimeError("no route to host")
+        return made
+
+    def join(rank):
+        store = group.connect(f"{HOST}:{server.port}", TIMEOUT)
+        with group.member(store, rank=rank, size=2, backend="gloo", timeout=TIMEOUT):
+            pass
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connects)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (pool.submit(join, rank) for rank in range(2))
+        with pytest.raises(RuntimeError, match="no route to host"):
+            second.result()
+        with pytest.raises(RuntimeError, match="another member failed: no route to host"):
+            first.result()
