@@ -1,19 +1,24 @@
-"""Writes the reference of config keys and of metrics: `make reference`. The texts are docstrings and the registry."""
+"""Writes the reference of config keys and of metrics, and counts the lines of the reading path: `make reference`.
+
+The texts of the reference are docstrings and the registry. The reading path is a table of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from async_rl.config import CONFIGS, RunConfig, preset_names
 from async_rl.metrics.registry import METRICS
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 CONFIG_HEAD = """\
 # Config keys
 
@@ -28,6 +33,20 @@ Written by `docs/reference/generate.py` from `async_rl/metrics/registry.py`. The
 has an object for each batch. The reduction says how values of several steps become one. Further keys are `info/NAME`,
 the mean of `NAME` of `Trajectory.info`, and `routing/..._layerN`, a routing metric of layer N.
 """
+
+
+_PATH_ROW = re.compile(r"^(\| `([\w/]+\.py)` \| ((?:`[\w.]+`(?:, )?)+) \| )\d+ \| \d+ \|")
+
+
+class PathRow(NamedTuple):
+    """A file of the reading path in docs/architecture.md."""
+
+    text: str
+    """Line of the page."""
+    file: str
+    """Path from the root of the repository."""
+    names: tuple[str, ...]
+    """Definitions to read: `function`, `Class` or `Class.method`."""
 
 
 def config_page() -> str:
@@ -50,7 +69,47 @@ def metrics_page() -> str:
     return f"{METRICS_HEAD}\n| key | unit | reduction | meaning |\n|---|---|---|---|\n{rows}"
 
 
-PAGES = {"config.md": config_page, "metrics.md": metrics_page}
+def architecture_page() -> str:
+    """docs/architecture.md with the lines of its reading path counted."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    read = of = 0
+    for row in reading_path(page):
+        definitions = definitions_of(row.file)
+        own = sum(len(definitions[name].splitlines()) for name in row.names)
+        whole = len((ROOT / row.file).read_text(encoding="utf-8").splitlines())
+        read, of = read + own, of + whole
+        page = page.replace(row.text, _PATH_ROW.sub(rf"\g<1>{own} | {whole} |", row.text))
+    return re.sub(r"(?m)^\| in all \| \| [\d,]+ \| [\d,]+ \|", f"| in all | | {read:,} | {of:,} |", page)
+
+
+def reading_path(page: str) -> list[PathRow]:
+    """The rows of the reading path of docs/architecture.md, in order."""
+    found = [(line, _PATH_ROW.match(line)) for line in page.splitlines()]
+    return [
+        PathRow(text=line, file=match[2], names=tuple(re.findall(r"`([\w.]+)`", match[3])))
+        for line, match in found
+        if match
+    ]
+
+
+def definitions_of(file: str) -> dict[str, str]:
+    """`function`, `Class` and `Class.method` -> source, of a module of the repository."""
+    lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+    found: dict[str, str] = {}
+
+    def add(body: Sequence[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found[f"{prefix}{node.name}"] = "\n".join(lines[start - 1 : node.end_lineno])
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{prefix}{node.name}.")
+
+    add(ast.parse("\n".join(lines)).body, "")
+    return found
+
+
+PAGES = {"config.md": config_page, "metrics.md": metrics_page, "../architecture.md": architecture_page}
 
 
 def _sections(kind: type[Any], prefix: str, title: str) -> Iterator[str]:

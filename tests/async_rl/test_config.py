@@ -339,7 +339,7 @@ def test_cuda_graphs_are_allowed_with_routing_replay_off_the_cpu(overrides):
 
 
 def test_the_documented_cluster_command_is_accepted():
-    lines = iter((Path(__file__).parents[2] / "docs" / "how_to.md").read_text().splitlines())
+    lines = iter((Path(__file__).parents[2] / "docs" / "guides" / "cluster.md").read_text().splitlines())
     command = next(line for line in lines if line.strip().startswith("python -m async_rl.run cluster=ray")).split()
     while command[-1] == "\\":
         command[-1:] = next(lines).split()

@@ -1,4 +1,4 @@
-"""Python blocks of the documentation run; links and paths in it exist."""
+"""Python blocks of the documentation run; links and paths in it exist; a reader meets the words first."""
 
 import os
 import re
@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from tests.docs.pages import PAGES, ROOT, blocks, links, name_of, paths
+from tests.docs.pages import PAGES, RECIPES, ROOT, blocks, links, name_of, paths
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page.read_text())]
 NOT_RUN: dict[str, int] = {}
@@ -55,7 +56,7 @@ def test_a_block_that_fails_is_noticed(tmp_path):
     assert run_blocks('text\n```python title="a.py"\nx = 1\n```\n\n```py\nassert a.x == 2\n```\n', tmp_path).returncode
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *RECIPES], ids=name_of)
 def test_the_links_and_paths_of_a_page_exist(page):
     text = page.read_text()
     missing = [path for path in paths(text) if not (ROOT / path).exists()]
@@ -65,3 +66,17 @@ def test_the_links_and_paths_of_a_page_exist(page):
         if not file.exists() or (anchor and anchor not in anchors(file)):
             missing.append(link)
     assert not missing
+
+
+def test_the_first_page_opens_with_the_vocabulary():
+    title, empty, _, _, *rows = (ROOT / "docs" / "index.md").read_text().splitlines()
+    words = [row.split(" | ")[0].strip("| ") for row in rows[: rows.index("")]]
+    assert (title, empty) == ("# async_rl", "")
+    assert words == ["prompt", "group", "trajectory", "turn", "segment", "row", "version", "staleness"]
+
+
+def test_the_navigation_has_every_page_once():
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    sections = [{"": [entry]} if isinstance(entry, str) else entry for entry in entries]
+    names = [name for section in sections for pages in section.values() for name in pages]
+    assert sorted(names) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md"))

@@ -16,7 +16,7 @@ from async_rl.metrics.registry import METRICS
 from tests.docs.pages import ROOT
 
 PACKAGES = ("agent_loop", "async_rl", "message_queue")
-VALIDATION = {"validation/success", "validation/pass_at_K"}
+VALIDATION = {"validation/success", "validation/failed", "validation/pass_at_K"}
 
 
 def known_option(key: str) -> bool:

@@ -1,0 +1,86 @@
+"""The recipes of CONTRIBUTING.md are followed: on a copy of the package, in which only the named files change."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.pages import ROOT, module_of
+
+LOSS = """\
+import json
+from pathlib import Path
+
+from async_rl.config import load_config
+from tests.parallel.support import gradients, make_batch, save_tiny_moe, start_trainer
+
+loss = load_config(["loss=capped_proximal", "loss.cap=1.5"]).loss
+trainer = start_trainer(save_tiny_moe(Path("model")), loss=loss)
+metrics = trainer.train(make_batch())
+norm = max(float(gradient.abs().max()) for gradient in gradients(trainer).values())
+print(json.dumps({"loss": str(loss), "metrics": metrics, "gradient": norm}))
+"""
+METRIC = """\
+import importlib.util, json
+from async_rl.metrics.registry import batch_metrics
+from tests.helpers.groups import head_for
+from message_queue.contract import Admission
+
+spec = importlib.util.spec_from_file_location("generate", "docs/reference/generate.py")
+generate = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generate)
+head = head_for(Admission(group=0, prompt=0, admitted_version=0, admitted_update=0))
+metrics = batch_metrics([head], update=0, version_updates={0: 0})
+print(json.dumps({"page": generate.metrics_page(), "metrics": metrics}))
+"""
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package, its presets and the generator of the reference; the rest is that of the repository."""
+    for name in ("async_rl", "configs", "docs/reference"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def insert(file, before, text):
+    """Insert `text` before the one line of a file that starts with `before`."""
+    whole = file.read_text()
+    (place,) = [match.start() for match in re.finditer(rf"(?m)^{re.escape(before)}", whole)]
+    file.write_text(whole[:place] + text + whole[place:])
+
+
+def run(folder, script):
+    """The JSON object that a script prints in a process that imports the copy."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_recipe_of_a_loss_makes_one_that_trains_a_step(copied):
+    code = module_of("docs/guides/loss.md", "capped_proximal.py")
+    losses = copied / "async_rl" / "trainer" / "loss" / "losses.py"
+    insert(losses, "LossConfig = Annotated[", code[code.index("@dataclass") :] + "\n\n")
+    losses.write_text(losses.read_text().replace("\n    PPOClip | ", "\n    CappedProximal | PPOClip | "))
+    preset = "name: capped_proximal\ntemperature: ${rollout.sampling.temperature}\n"
+    (copied / "configs" / "loss" / "capped_proximal.yaml").write_text(preset)
+    made = run(copied, LOSS)
+    assert made["loss"].startswith("CappedProximal(") and "cap=1.5" in made["loss"]
+    assert made["metrics"]["truncate/fraction"] == 0  # one update: current equals proximal
+    assert made["metrics"]["grad_norm"] > 0 and made["gradient"] > 0
+
+
+def test_the_recipe_of_a_metric_adds_it_to_the_batch_and_to_the_reference(copied):
+    registry = copied / "async_rl" / "metrics" / "registry.py"
+    insert(
+        registry, '    "reward/mean": Metric(', '    "reward/max": Metric("max", "reward", "largest of the batch"),\n'
+    )
+    insert(registry, '        "reward/mean": float(', '        "reward/max": float(rewards.max()),\n')
+    made = run(copied, METRIC)
+    assert "| `reward/max` | reward | max | largest of the batch |" in made["page"]
+    assert made["metrics"]["reward/max"] == made["metrics"]["reward/mean"]
