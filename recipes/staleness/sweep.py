@@ -187,4 +187,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    end_process("recipes.staleness.sweep")
+    end_process(f"{__package__}.sweep")  # in a wheel, a package of async_rl
