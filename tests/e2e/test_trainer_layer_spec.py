@@ -95,7 +95,7 @@ def test_the_activation_of_a_gpu_has_the_gradient_of_the_plain_one(pair, monkeyp
     from async_rl.trainer.model import gpt
 
     checkpoint, batch, expected, local, _ = pair
-    monkeypatch.setattr(gpt, "_platform", lambda _device, transformer_engine: Platform(cuda=True))
+    monkeypatch.setattr(gpt, "_platform", lambda _device: Platform(cuda=True))
     settings = {"loss": LOSS, "router_replay": "R3" if local.model.replay else "none"}
     trainer = start_trainer(checkpoint, optimizer=replace(ADAM, clip_grad=0.0), **settings)
     assert trainer.model.config.bias_activation_fusion and not local.model.config.bias_activation_fusion

@@ -32,7 +32,7 @@ def fused_layers():
     """Models built inside are of megatron's Transformer Engine spec, with any trainer.layer_spec."""
     held = {(gpt_layer_specs, "TESpecProvider"): FusedSpecProvider, (gpt_layer_specs, "TENorm"): RMSNorm}
     held[gpt, "uses_transformer_engine"] = lambda _config, device: True
-    held[gpt, "_platform"] = lambda *_args, **_options: Platform(cuda=True, transformer_engine=True)
+    held[gpt, "_platform"] = lambda _device: Platform(cuda=True)
     before = {key: vars(key[0]).get(key[1]) for key in held}
     for (module, name), value in held.items():
         setattr(module, name, value)
