@@ -7,6 +7,7 @@ import from async_rl.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections import deque
@@ -166,30 +167,12 @@ def load_share(
     names: list[str] = []
     published: dict[str, list[list[int]]] = {}
     numbered = enumerate(buckets)
-
-    def take() -> _Taken | None:
-        for number, held in numbered:
-            digest, its_sums = _hashed(held, sums) if number % ranks == rank else (None, {})
-            return number, held, digest, its_sums
-        return None
-
-    def noted(
-        number: int, held: _Bucket, digest: WeightsDigest | None, its_sums: dict[str, list[list[int]]]
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        published.update(its_sums)
-        if digest is not None:
-            found[number] = WeightsDigest()
-        for name, tensor in held:
-            names.append(name)
-            if digest is not None:
-                found[number].add(name, of=digest)
-            yield name, tensor
-
+    take = functools.partial(_take, numbered, sums=sums, rank=rank, ranks=ranks)
     with contextlib.closing(_taken_ahead(take, ahead=ahead)) as all_taken:
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             for taken in all_taken:
-                yield from noted(*taken)
+                yield from _noted(taken, digests=found, names=names, published=published)
                 del taken  # its memory is free before the next bucket but one is taken
 
         load(tensors())
@@ -198,6 +181,39 @@ def load_share(
         "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
         "published": published,
     }
+
+
+def _take(
+    numbered: Iterator[tuple[int, _Bucket]],
+    *,
+    sums: Callable[[torch.Tensor], list[list[int]]],
+    rank: int,
+    ranks: int,
+) -> _Taken | None:
+    """The next bucket with its digest and sums if this rank hashes it; None after the last."""
+    for number, held in numbered:
+        digest, its_sums = _hashed(held, sums) if number % ranks == rank else (None, {})
+        return number, held, digest, its_sums
+    return None
+
+
+def _noted(
+    taken: _Taken,
+    *,
+    digests: dict[int, WeightsDigest],
+    names: list[str],
+    published: dict[str, list[list[int]]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a bucket. Note its sums in `published`, and what the loader takes in `digests` and `names`."""
+    number, held, digest, its_sums = taken
+    published.update(its_sums)
+    if digest is not None:
+        digests[number] = WeightsDigest()
+    for name, tensor in held:
+        names.append(name)
+        if digest is not None:
+            digests[number].add(name, of=digest)
+        yield name, tensor
 
 
 def _taken_ahead(take: Callable[[], _Taken | None], *, ahead: int) -> Generator[_Taken]:
