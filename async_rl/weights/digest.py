@@ -204,7 +204,7 @@ def _noted(
     names: list[str],
     published: dict[str, list[list[int]]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a bucket. Note its sums in `published`, and what the loader takes in `digests` and `names`."""
+    """Yield the tensors of a bucket. Note its sums in `published`, and the loaded tensors in `digests` and `names`."""
     number, held, digest, its_sums = taken
     published.update(its_sums)
     if digest is not None:

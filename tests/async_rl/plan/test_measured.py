@@ -63,6 +63,11 @@ def test_rates_of_a_run_predict_its_step(run):
     assert simulate_synchronous(described, steps=24).step_s == pytest.approx(seconds, rel=0.1)
 
 
+def test_a_rank_without_a_number_of_threads_has_its_share_of_the_cores(tmp_path):
+    run = write(tmp_path, trainer=SYNCHRONOUS["trainer"] | {"threads": None})
+    assert describe_run(run, cores=8).rates.shared_speed == 8 / (1 + 8 + 1)
+
+
 def test_rates_of_an_asynchronous_run_are_faster_on_cores_of_their_own(run):
     alone = describe_run(run, cores=2).rates
     write(run, staleness=SYNCHRONOUS["staleness"] | {"max_staleness": 1})
