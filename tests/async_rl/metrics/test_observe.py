@@ -212,7 +212,9 @@ def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("shares", "warnings"), [([1.0] * 12, 1), ([1.0] * 4 + [0.9] + [1.0] * 4, 0)])
+@pytest.mark.parametrize(
+    ("shares", "warnings"), [([1.0] * 5, 1), ([1.0] * 12, 1), ([1.0] * 4, 0), ([1.0] * 3 + [0.9] + [1.0] * 4, 0)]
+)
 def test_batches_in_a_row_without_any_advantage_are_warned_of_once(tmp_path, shares, warnings):
     shown = []
     console = SimpleNamespace(note=lambda text, *, level: shown.append(text), step=lambda _: None, close=lambda: None)
