@@ -58,12 +58,13 @@ def start(directory, warm_starts, *overrides, **options):
 
 
 def finish(process, *, timeout_s=400):
-    """Output of a run that ends by itself within `timeout_s`."""
+    """Output of a run that ends by itself within `timeout_s`; a run that does not end is killed, and shown."""
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    finally:
-        process.kill()
-    return output
+        return process.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        each(tree_of(process), lambda one: one.kill())
+        output = process.communicate()[0]
+    raise AssertionError(f"the run did not end within {timeout_s} s; its output:\n{output}")
 
 
 def lines(directory, name):
