@@ -57,7 +57,7 @@ def start(directory, warm_starts, *overrides, **options):
     return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides, **options)
 
 
-def finish(process, *, timeout_s=400):
+def finish(process, *, timeout_s=800):
     """Output of a run that ends by itself within `timeout_s`; a run that does not end is killed, and shown."""
     try:
         return process.communicate(timeout=timeout_s)[0]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start, wait_for_step
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 STEPS = 4
 
 

@@ -194,7 +194,7 @@ def stored_by(run, worker):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1000)
 def test_a_run_outlives_nodes_with_a_replica_a_worker_and_the_trainer(environment, tmp_path):
     run, warm, gate, nodes = (tmp_path / name for name in ("run", "warm", "gate", "nodes"))
     gate.mkdir()

@@ -5,7 +5,7 @@ import pytest
 
 from tests.e2e.runs import check_records, finish, lines, pids, start, wait_for_step
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 OVERRIDES = ("rollout.groups_per_batch=2", "validation.prompts=0", "checkpoint.every=3")
 
 

@@ -8,7 +8,7 @@ from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, star
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import WARNINGS
 
-pytestmark = [pytest.mark.timeout(900), WARNINGS]
+pytestmark = [pytest.mark.timeout(1000), WARNINGS]
 LORA = ("trainer.lora.rank=4", "trainer.lora.alpha=8", "optimizer.lr=1e-2", "loss.kl_coefficient=0.01")
 
 

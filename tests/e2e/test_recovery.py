@@ -26,7 +26,7 @@ from tests.e2e.runs import (
 )
 from tests.e2e.tasks import TURNS
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 OVERRIDES = (
     "checkpoint.every=3",
     "staleness.max_staleness=2",

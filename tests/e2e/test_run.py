@@ -19,7 +19,7 @@ from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, line
 from tests.helpers.traces import CHAIN, check_trace
 from tests.helpers.updates import checkpoint_digest
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 SHORT = ("staleness.max_staleness=1",)
 GREEDY = ("validation.samples=2", "validation.sampling.temperature=0")
 

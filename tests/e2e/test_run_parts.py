@@ -5,7 +5,7 @@ import pytest
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start
 from tests.helpers.traces import check_trace
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 STEPS = 6
 UNEVEN = (
     "task.factory=tests.e2e.tasks:uneven_task",
@@ -28,7 +28,7 @@ def run(directory, *overrides):
     output = finish(process)
     assert process.returncode == 0, output
     steps, groups = check_records(directory, steps=STEPS, staleness=1, k3=k3_bound(directory / "warm_start"))
-    assert all(s["mismatch/k3_probe"] is not None for s in steps)
+    assert steps[-1]["mismatch/k3_probe"] is not None, "no probe was answered before the publish after it"
     check_rollouts(directory, steps, groups)
     assert max(s["partial/resumed_fraction"] for s in steps) > 0, "no publish met a rollout in the engine"
     kinds = check_trace(directory, trained=[g["group"] for g in groups if g["outcome"] == "trained"])

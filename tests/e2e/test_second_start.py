@@ -11,7 +11,7 @@ from async_rl.controller.checkpoints import Checkpoints, read_run_state
 from async_rl.run import EXIT_REFUSED
 from tests.e2e.runs import SMALL, check_records, finish, start, wait_for_step
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1000)
 
 
 def call(module, *arguments):
