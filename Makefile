@@ -18,7 +18,10 @@ FAST_TESTS := $(UNIT_TESTS) tests/simulator/test_found.py tests/conformance/test
 TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
 
-.PHONY: gpu-day run seeds first-model first-model-seeds test test-all test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
+# Kept by the forge workflow of each lane.
+DURATIONS := --durations=25 --junitxml build/durations.xml
+
+.PHONY: gpu-day unit-tests run seeds first-model first-model-seeds test test-all test-fast test-numerics test-agents mutations parity simulate kills lint format types contracts setup \
 	setup-sglang setup-agents staleness bench docs reference gpu-locks clean
 
 setup: $(VENV)/.ready
@@ -85,12 +88,16 @@ first-model-seeds: setup $(FIRST_MODEL)/model/config.json
 	done
 	$(BIN)/python -m async_rl.report outputs/first_model-full[012] outputs/first_model-lora[012] --out outputs/first_model-seeds
 
+# What a change can break, at most 15 minutes on two idle cores. The commit chooses cases of large tables.
 test: setup setup-sglang
-	$(PYTEST) -m "not mutations and not nightly" $(TESTS) $(ARGS)
+	$(PYTEST) $(DURATIONS) -m "not mutations and not nightly" $(TESTS) $(ARGS)
 
-# The whole: every engine with every family and layout, more seeds, longer runs.
+# The whole: all cases of all tables, every engine with every family and layout, more seeds, longer runs.
 test-all: setup setup-sglang
-	$(PYTEST) -m "not mutations" $(TESTS) $(ARGS)
+	$(PYTEST) $(DURATIONS) -m "not mutations" $(TESTS) $(ARGS)
+
+unit-tests:
+	@echo $(UNIT_TESTS)
 
 # The simulator finds every defect that is planted in the control code.
 mutations: setup

@@ -37,7 +37,7 @@ def rounded(model: Any) -> Any:
     return copy.to(torch.float32).eval()
 
 
-@pytest_asyncio.fixture(params=["vllm", "sglang"], loop_scope="package")
+@pytest_asyncio.fixture(params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)], loop_scope="package")
 async def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineUnderTest]:
     """An engine in bfloat16, whose reference has the rounded weights."""
     models = request.getfixturevalue("models" if request.param == "vllm" else "sglang_models")

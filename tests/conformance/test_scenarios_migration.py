@@ -34,7 +34,11 @@ async def vllm_beside_sglang(sglang_models: Models, environment: None) -> AsyncI
     await replica.close()
 
 
-@pytest.fixture(params=["fake-fake", "vllm-vllm", "vllm-sglang", "sglang-vllm"])
+def nightly(pair: str) -> Any:
+    return pytest.param(pair, marks=pytest.mark.nightly)
+
+
+@pytest.fixture(params=["fake-fake", "vllm-vllm", nightly("vllm-sglang"), nightly("sglang-vllm")])
 def two_engines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """Two replicas that serve the same weights and record their answers in one list."""
     exchanges: list[Exchange] = []

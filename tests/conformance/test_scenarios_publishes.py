@@ -51,9 +51,13 @@ ALWAYS = [
     *itertools.product(SERVERS[:2], ["computed"], ["direct"], ["at_once"]),
     *itertools.product(SERVERS[2:], ["computed"], ["direct"], ["staged"]),
 ]
-CASES = [*itertools.product(SERVERS, MODES, ROUTES, STAGED)] if "PUBLISHES" in os.environ else ALWAYS
+CASES = [
+    pytest.param(*case, marks=pytest.mark.nightly if case[0] in SERVERS[2:] else ())
+    for case in (itertools.product(SERVERS, MODES, ROUTES, STAGED) if "PUBLISHES" in os.environ else ALWAYS)
+]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(("server", "kv", "route", "mode"), CASES, indirect=["server"])
 async def test_many_publishes_under_load(
     tested: EngineUnderTest,
@@ -174,6 +178,7 @@ class Paused:
         return counted
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("route", ["memory", "direct"])
 async def test_many_rolling_publishes_under_load(
     engine: VllmReplica,

@@ -19,6 +19,7 @@ SLOW = 8  # interruptions of a slow engine; after them it decodes until a reques
 MODES = {"append": ["resume"], "force": ["resume", "keep-recompute", "keep-recompute"]}
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(("resume_routing", "seed"), [("append", 0), ("force", 1), ("force", 2)])
 async def test_rows_are_true_under_random_aborts_and_updates(tested: EngineUnderTest, resume_routing: Any, seed: int):
     chance = random.Random(seed)
