@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.config import EndpointConfig
 from async_rl.files.command import prog
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
+from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.timeline import TimeSpan
-from agent_loop.tools import PauseGate
-from async_rl.endpoint.host import Sessions
+from agent_loop.tools.tool import PauseGate
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.validation import ValidationRollout

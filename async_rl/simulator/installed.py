@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from agent_loop.program import ProgramLoop
+from agent_loop.programs.endpoint import host as endpoint_host
+from agent_loop.programs.program import ProgramLoop
 from async_rl.cluster import queue_host, rollout_workers
 from async_rl.controller import recovery as controller_recovery
-from async_rl.endpoint import host as endpoint_host
 from async_rl.rollout import dispatcher, worker
 from async_rl.simulator import model
 from async_rl.simulator.agents import Endpoint, WatchedLoop, WatchedRouter

@@ -15,7 +15,7 @@ from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import RewardError
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import ToolError, ToolRunner, describe_tool
+from agent_loop.tools.tool import ToolError, ToolRunner, describe_tool
 from async_rl.files.rollouts import tool_calls_of
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.rollout.validator import Validator

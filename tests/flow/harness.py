@@ -16,7 +16,7 @@ import torch
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import CheckpointConfig, MismatchConfig

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, fetched, read_content

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agent_loop.conversation import ChatAnswer, ChatRequest
 from agent_loop.loop import Message, ToolUse
-from async_rl.endpoint.body import (
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest
+from agent_loop.programs.endpoint.body import (
     Body,
     function_tool,
     objects,
@@ -24,8 +24,8 @@ from async_rl.endpoint.body import (
     texts,
     wrong,
 )
-from async_rl.endpoint.errors import EndpointError, RequestError
-from async_rl.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.endpoint.errors import EndpointError, RequestError
+from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
 
 DONE = "data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -30,10 +30,10 @@ import numpy as np
 
 from agent_loop.chat import CHARS_PER_TOKEN, Chat
 from agent_loop.control_tokens import ChatTemplateError
-from agent_loop.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
 from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
 from agent_loop.engine import Engine, EngineError, SamplingConfig
 from agent_loop.loop import Message, RolloutError, ToolUse, TurnLimits
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
 from agent_loop.timeline import now, record
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import POLICY, Trajectory, Turn
@@ -98,7 +98,7 @@ class _Answer(NamedTuple):
     message: Message
     """The answer in the words of the agent."""
     stop_text: str | None = None
-    """See `agent_loop.conversation.ChatAnswer`."""
+    """See `agent_loop.programs.conversation.ChatAnswer`."""
 
     @property
     def turn(self) -> Turn:

@@ -8,13 +8,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
-from agent_loop import session as calls
-from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
 from agent_loop.loop import Prompt
-from agent_loop.program import ModelAccess
-from agent_loop.session import AgentSession
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.errors import (
+from agent_loop.programs import session as calls
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.errors import (
     ContextFull,
     EndpointError,
     NoRolloutWaiting,
@@ -22,8 +20,10 @@ from async_rl.endpoint.errors import (
     SessionEnded,
     SessionFailed,
 )
-from async_rl.endpoint.server import serve
-from async_rl.endpoint.sessions import OpenedSession, SessionHandle, SessionStatus, key_digest, new_key
+from agent_loop.programs.endpoint.server import serve
+from agent_loop.programs.endpoint.sessions import OpenedSession, SessionHandle, SessionStatus, key_digest, new_key
+from agent_loop.programs.program import ModelAccess
+from agent_loop.programs.session import AgentSession
 from message_queue.trajectory import POLICY
 
 MAX_ENDED = 65_536  # ended sessions that are remembered, so that late calls get 409
@@ -124,7 +124,7 @@ _ERRORS = (calls.SessionEnded, calls.SessionFailed, calls.CallRefused)
 
 
 class Sessions:
-    """A `SessionHost` and an `agent_loop.program.Gateway`. Its server starts with the first session.
+    """A `SessionHost` and an `agent_loop.programs.program.Gateway`. Its server starts with the first session.
 
     Attributes:
         run_key: key for `POST /sessions`.
@@ -145,7 +145,7 @@ class Sessions:
 
     @asynccontextmanager
     async def serve(self, session: AgentSession) -> AsyncGenerator[ModelAccess]:
-        """See `agent_loop.program.Gateway.serve`."""
+        """See `agent_loop.programs.program.Gateway.serve`."""
         base_url, key = await self._start(), new_key()
         digest = key_digest(key)
         self._by_key[digest], self._keys[session.name] = Handle(session), key
@@ -159,7 +159,7 @@ class Sessions:
                 self._ended.popitem(last=False)
 
     async def offer(self, session: AgentSession, prompt: Prompt) -> None:
-        """See `agent_loop.program.Gateway.offer`."""
+        """See `agent_loop.programs.program.Gateway.offer`."""
         opened = asyncio.Event()
         self._offered[session.name] = prompt, opened
         try:

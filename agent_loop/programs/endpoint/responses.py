@@ -15,13 +15,23 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from agent_loop.conversation import ChatAnswer, ChatRequest
 from agent_loop.loop import Message, ToolUse
-from async_rl.endpoint import chat_completions
-from async_rl.endpoint.body import Body, function_tool, objects, optional, positive, refuse, required, text_of, wrong
-from async_rl.endpoint.chat_completions import allows_tools, refuse_structured
-from async_rl.endpoint.errors import EndpointError, RequestError
-from async_rl.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest
+from agent_loop.programs.endpoint import chat_completions
+from agent_loop.programs.endpoint.body import (
+    Body,
+    function_tool,
+    objects,
+    optional,
+    positive,
+    refuse,
+    required,
+    text_of,
+    wrong,
+)
+from agent_loop.programs.endpoint.chat_completions import allows_tools, refuse_structured
+from agent_loop.programs.endpoint.errors import EndpointError, RequestError
+from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
 
 NOT_STORED = "leave it out and send the whole conversation in `input`: nothing is stored"
 LOGPROBS = "message.output_text.logprobs"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agent_loop.conversation import arguments_text
 from agent_loop.loop import Message, ToolUse
-from async_rl.endpoint.errors import ContextFull, RequestError, SessionEnded, SessionFailed
-from tests.async_rl.endpoint.scripted import (
+from agent_loop.programs.conversation import arguments_text
+from agent_loop.programs.endpoint.errors import ContextFull, RequestError, SessionEnded, SessionFailed
+from tests.agent_loop.endpoint.scripted import (
     ASK,
     CALL,
     CALLING,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from agent_loop.control_tokens import Tokenizer
-from agent_loop.conversation import arguments_text
-from agent_loop.session import ReadTurn, TurnReader
-from agent_loop.tools import (
+from agent_loop.programs.conversation import arguments_text
+from agent_loop.programs.session import ReadTurn, TurnReader
+from agent_loop.tools.tool import (
     MARKERS,
     THINK,
     MalformedCall,

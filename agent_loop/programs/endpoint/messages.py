@@ -13,9 +13,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agent_loop.conversation import ChatAnswer, ChatRequest, arguments_text
 from agent_loop.loop import Message, ToolUse
-from async_rl.endpoint.body import (
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, arguments_text
+from agent_loop.programs.endpoint.body import (
     Body,
     function_tool,
     objects,
@@ -27,9 +27,9 @@ from async_rl.endpoint.body import (
     texts,
     wrong,
 )
-from async_rl.endpoint.chat_completions import refuse_structured
-from async_rl.endpoint.errors import ContextFull, EndpointError, RequestError
-from async_rl.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.endpoint.chat_completions import refuse_structured
+from agent_loop.programs.endpoint.errors import ContextFull, EndpointError, RequestError
+from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
 
 # https://docs.anthropic.com/en/api/errors
 ERROR_TYPES = {

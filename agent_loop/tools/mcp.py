@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_loop.boundary import OvertimeError, boundary
 from agent_loop.loop import Prompt, RolloutError
-from agent_loop.tools import Tool, ToolError
+from agent_loop.tools.tool import Tool, ToolError
 from agent_loop.user_errors import describe_error
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class McpTool:
     """Makes a call by name; None outside of a rollout."""
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """See `agent_loop.tools.Tool`."""
+        """See `agent_loop.tools.tool.Tool`."""
         if self.call is None:
             raise RolloutError(f"{self.name} was called outside of a rollout; use the tools of McpServer.opened()")
         return await self.call(self.name, arguments)
@@ -95,7 +95,7 @@ class McpServer:
         headers: more headers for the URL, such as Authorization.
         only: names of the tools to use; None uses all.
         shared: whether all rollouts of a worker use one connection. It is right if calls do not depend on earlier ones.
-        repeatable: whether the same calls on a new connection make the same state; see `agent_loop.stateful`.
+        repeatable: whether the same calls on a new connection make the same state; see `agent_loop.tools.state`.
 
     Attributes:
         tools: descriptions of the tools.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from agent_loop.conversation import TokenAnswer, TokenRequest
-from async_rl.endpoint import chat_completions
-from async_rl.endpoint.body import Body, optional, positive, refuse, required, wrong
-from async_rl.endpoint.errors import EndpointError
-from async_rl.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.conversation import TokenAnswer, TokenRequest
+from agent_loop.programs.endpoint import chat_completions
+from agent_loop.programs.endpoint.body import Body, optional, positive, refuse, required, wrong
+from agent_loop.programs.endpoint.errors import EndpointError
+from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
 
 REFUSED = {
     "features": "only text is supported",

@@ -9,10 +9,10 @@ from datetime import date
 import pytest
 import uvloop
 
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.server import serve
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.server import serve
 from async_rl.rollout.data import PromptFormat
-from tests.async_rl.endpoint.scripted import (
+from tests.agent_loop.endpoint.scripted import (
     ASK,
     RUN_KEY,
     ScriptedHost,

@@ -10,12 +10,12 @@ from dataclasses import replace
 import anthropic
 import openai
 
-from agent_loop.conversation import ChatAnswer, TokenAnswer, arguments_text
 from agent_loop.loop import Message, Prompt, ToolUse
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.errors import NoRolloutWaiting, SessionEnded
-from async_rl.endpoint.server import serve
-from async_rl.endpoint.sessions import OpenedSession, key_digest, new_key
+from agent_loop.programs.conversation import ChatAnswer, TokenAnswer, arguments_text
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.errors import NoRolloutWaiting, SessionEnded
+from agent_loop.programs.endpoint.server import serve
+from agent_loop.programs.endpoint.sessions import OpenedSession, key_digest, new_key
 
 RUN_KEY = "key-of-the-run"
 ASK = {"role": "user", "content": "weather in Oslo?"}

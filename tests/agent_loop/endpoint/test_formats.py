@@ -14,12 +14,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from agent_loop.conversation import TokenAnswer, TokenRequest
 from agent_loop.loop import Message, ToolUse
-from async_rl.endpoint import chat_completions, messages, responses, tokens
-from async_rl.endpoint.errors import ContextFull, EndpointError, RequestError, SessionEnded, SessionFailed
-from async_rl.endpoint.wire import Call
-from tests.async_rl.endpoint.scripted import ASK, CALL, CALLING, SCHEMA, TOOL, answer, sse_data
+from agent_loop.programs.conversation import TokenAnswer, TokenRequest
+from agent_loop.programs.endpoint import chat_completions, messages, responses, tokens
+from agent_loop.programs.endpoint.errors import ContextFull, EndpointError, RequestError, SessionEnded, SessionFailed
+from agent_loop.programs.endpoint.wire import Call
+from tests.agent_loop.endpoint.scripted import ASK, CALL, CALLING, SCHEMA, TOOL, answer, sse_data
 
 TOKENS = TokenAnswer(token_ids=(5, 6), logprobs=(-0.5, -0.25), finish="length", cached_tokens=2)
 BODIES = {

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
 from agent_loop.loop import Prompt
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
 
 SessionStatus = Literal["open", "ended", "failed"]
 

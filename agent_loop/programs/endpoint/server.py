@@ -41,14 +41,14 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from agent_loop.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest, openai_message
-from async_rl.endpoint import chat_completions, messages, responses, tokens
-from async_rl.endpoint.body import Body, decode_body, optional, shown, wrong
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.connection import Connection
-from async_rl.endpoint.errors import EndpointError, RequestError, SessionFailed
-from async_rl.endpoint.sessions import SessionHandle, SessionHost, same_key
-from async_rl.endpoint.wire import Call, WireFormat
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest, openai_message
+from agent_loop.programs.endpoint import chat_completions, messages, responses, tokens
+from agent_loop.programs.endpoint.body import Body, decode_body, optional, shown, wrong
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.connection import Connection
+from agent_loop.programs.endpoint.errors import EndpointError, RequestError, SessionFailed
+from agent_loop.programs.endpoint.sessions import SessionHandle, SessionHost, same_key
+from agent_loop.programs.endpoint.wire import Call, WireFormat
 
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes

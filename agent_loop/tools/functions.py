@@ -23,7 +23,7 @@ from typing import Any, cast
 from agent_loop.boundary import call_function
 from agent_loop.loop import Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, RewardFunction, Score
-from agent_loop.tools import ToolError
+from agent_loop.tools.tool import ToolError
 from agent_loop.user_errors import describe_error
 
 
@@ -90,7 +90,7 @@ class FunctionTool:
         return tool
 
     async def __call__(self, arguments: Mapping[str, Any]) -> str:
-        """See `agent_loop.tools.Tool`."""
+        """See `agent_loop.tools.tool.Tool`."""
         from pydantic import ValidationError
 
         function, ended = partial(self._call, *self._first), lambda: None

@@ -1,4 +1,4 @@
-"""A wire format as plain functions between JSON and `agent_loop.conversation`."""
+"""A wire format as plain functions between JSON and `agent_loop.programs.conversation`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from async_rl.endpoint.body import Body
-from async_rl.endpoint.errors import EndpointError
+from agent_loop.programs.endpoint.body import Body
+from agent_loop.programs.endpoint.errors import EndpointError
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")

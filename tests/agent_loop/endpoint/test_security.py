@@ -6,7 +6,17 @@ import logging
 
 import pytest
 
-from tests.async_rl.endpoint.scripted import ASK, RUN_KEY, answer, close, connect, openai_client, raw, request, serving
+from tests.agent_loop.endpoint.scripted import (
+    ASK,
+    RUN_KEY,
+    answer,
+    close,
+    connect,
+    openai_client,
+    raw,
+    request,
+    serving,
+)
 
 CHAT = {"model": "planner", "messages": [ASK]}
 BODY = json.dumps(CHAT).encode()

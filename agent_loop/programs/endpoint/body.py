@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from async_rl.endpoint.errors import RequestError
+from agent_loop.programs.endpoint.errors import RequestError
 
 T = TypeVar("T")
 Body = Mapping[str, Any]

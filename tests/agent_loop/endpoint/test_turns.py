@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from async_rl.endpoint.turns import turn_reader
+from agent_loop.programs.endpoint.turns import turn_reader
 from tests.helpers import tokenizers_of_families
 from tests.helpers.tokenizers_of_families import Added
 
