@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -12,6 +12,8 @@ from agent_loop.programs.endpoint.errors import RequestError
 
 T = TypeVar("T")
 Body = Mapping[str, Any]
+OBJECT: type[dict[str, Any]] = dict
+LIST: type[list[Any]] = list
 
 MAX_OBJECTS = 20_000  # and lists; the messages and parts of a body are read in about 10 microseconds each
 _LONE = re.compile(rb"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\(?!u[dD][89a-fA-F]).)|\\u....", re.DOTALL)
@@ -45,7 +47,8 @@ def decode_body(data: bytes) -> Body:
     count, found = 0, [cast(Any, body)]
     while found:
         part = found.pop()
-        found += [each for each in (part.values() if isinstance(part, dict) else part) if isinstance(each, dict | list)]
+        parts: Iterable[Any] = cast(Body, part).values() if isinstance(part, dict) else part
+        found += [each for each in parts if isinstance(each, dict | list)]
         count += 1
         if count + len(found) > MAX_OBJECTS:
             raise RequestError(f"the body has more than {MAX_OBJECTS} objects and lists; send fewer messages or parts")
@@ -87,7 +90,7 @@ def required(body: Body, name: str, kind: type[T], *, at: str = "") -> T:
 
 def objects(body: Body, name: str, *, at: str = "") -> Sequence[tuple[str, Body]]:
     """(path, object) of each element of a list; an absent list is empty."""
-    found = [(f"{at}{name}[{n}]", item) for n, item in enumerate(optional(body, name, list, at=at) or [])]
+    found = [(f"{at}{name}[{n}]", item) for n, item in enumerate(optional(body, name, LIST, at=at) or [])]
     for path, item in found:
         if not isinstance(item, dict):
             raise wrong(path, item, "give an object")
@@ -97,7 +100,7 @@ def objects(body: Body, name: str, *, at: str = "") -> Sequence[tuple[str, Body]
 def texts(body: Body, name: str) -> tuple[str, ...]:
     """A text or a list of texts, none of them empty; an absent field has none."""
     value = body.get(name)
-    found = [value] if isinstance(value, str) else optional(body, name, list) or []
+    found: list[Any] = [value] if isinstance(value, str) else optional(body, name, LIST) or []
     if not all(isinstance(text, str) and text for text in found):
         raise wrong(name, value, "give texts that are not empty")
     return tuple(found)
@@ -154,5 +157,5 @@ def function_tool(function: Body, *, schema: str, at: str) -> Mapping[str, Any]:
     description = optional(function, "description", str, at=at)
     if description is not None:
         described["description"] = description
-    described["parameters"] = optional(function, schema, dict, at=at) or {"type": "object", "properties": {}}
+    described["parameters"] = optional(function, schema, OBJECT, at=at) or {"type": "object", "properties": {}}
     return {"type": "function", "function": described}

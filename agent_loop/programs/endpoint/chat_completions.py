@@ -13,6 +13,8 @@ from typing import Any
 from agent_loop.loop import Message, ToolUse
 from agent_loop.programs.conversation import ChatAnswer, ChatRequest
 from agent_loop.programs.endpoint.body import (
+    LIST,
+    OBJECT,
     Body,
     function_tool,
     objects,
@@ -52,9 +54,9 @@ def read(call: Call) -> ChatRequest:
     refuse(body, REFUSED)
     if optional(body, "n", int) not in (None, 1):
         raise wrong("n", body["n"], "send one request for each answer")
-    if any(kind != "text" for kind in optional(body, "modalities", list) or []):
+    if any(kind != "text" for kind in optional(body, "modalities", LIST) or []):
         raise wrong("modalities", body["modalities"], 'only ["text"] is supported')
-    refuse_structured(optional(body, "response_format", dict) or {}, at="response_format")
+    refuse_structured(optional(body, "response_format", OBJECT) or {}, at="response_format")
     wants_usage(body)
     found = objects(body, "messages")
     if not found:
@@ -79,7 +81,7 @@ def refuse_structured(format: Body, *, at: str) -> None:
 
 def wants_usage(body: Body) -> bool:
     """Whether a stream ends with counts of tokens."""
-    options = optional(body, "stream_options", dict) or {}
+    options = optional(body, "stream_options", OBJECT) or {}
     return bool(optional(options, "include_usage", bool, at="stream_options."))
 
 
@@ -134,7 +136,7 @@ def _read_reasoning(message: Body, *, at: str) -> str | None:
 def _read_call(call: Body, *, at: str) -> ToolUse:
     if call.get("type", "function") != "function":
         raise wrong(f"{at}.type", call["type"], "only function is supported")
-    function = required(call, "function", dict, at=f"{at}.")
+    function = required(call, "function", OBJECT, at=f"{at}.")
     inner = f"{at}.function."
     return ToolUse(
         id=required(call, "id", str, at=f"{at}."),
@@ -146,7 +148,7 @@ def _read_call(call: Body, *, at: str) -> ToolUse:
 def _read_tool(tool: Body, *, at: str) -> Mapping[str, Any]:
     if tool.get("type") != "function":
         raise wrong(f"{at}.type", tool.get("type"), "only function is supported")
-    function = required(tool, "function", dict, at=f"{at}.")
+    function = required(tool, "function", OBJECT, at=f"{at}.")
     return function_tool(function, schema="parameters", at=f"{at}.function.")
 
 
@@ -228,7 +230,9 @@ def _logprobs(answer: ChatAnswer, call: Call) -> dict[str, Any] | None:
     if not call.body.get("logprobs"):
         return None
     sampled = zip(answer.token_ids, answer.logprobs, strict=True)
-    content = [{"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in sampled]
+    content: list[Body] = [
+        {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in sampled
+    ]
     return {"content": content, "refusal": None}
 
 

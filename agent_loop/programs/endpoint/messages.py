@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from agent_loop.loop import Message, ToolUse
 from agent_loop.programs.conversation import ChatAnswer, ChatRequest, arguments_text
 from agent_loop.programs.endpoint.body import (
+    LIST,
+    OBJECT,
     Body,
     function_tool,
     objects,
@@ -69,8 +71,8 @@ def read_prompt(call: Call) -> ChatRequest:
     """As `read`, for counting tokens: `max_tokens` may be absent."""
     body = call.body
     refuse(body, REFUSED)
-    output = optional(body, "output_config", dict) or {}
-    refuse_structured(optional(output, "format", dict) or {}, at="output_config.format")
+    output = optional(body, "output_config", OBJECT) or {}
+    refuse_structured(optional(output, "format", OBJECT) or {}, at="output_config.format")
     found = objects(body, "messages")
     if not found:
         raise RequestError("messages is missing or empty; give at least one message", field="messages")
@@ -90,13 +92,14 @@ def read_prompt(call: Call) -> ChatRequest:
 
 
 def _allows_tools(body: Body) -> bool:
-    return (optional(body, "tool_choice", dict) or {}).get("type") != "none"
+    return (optional(body, "tool_choice", OBJECT) or {}).get("type") != "none"
 
 
 def _read_system(body: Body) -> Iterator[Message]:
-    system = body.get("system")
+    system: Any = body.get("system")
     if isinstance(system, list):
-        system = [b for b in system if not (isinstance(b, dict) and f"{b.get('text')}".startswith(BILLING))]
+        blocks = cast(list[Any], system)
+        system = [b for b in blocks if not (isinstance(b, dict) and f"{cast(Body, b).get('text')}".startswith(BILLING))]
     if system:
         yield Message(role="system", content=text_of(system, at="system", kinds=("text",), separator="\n"))
 
@@ -106,7 +109,7 @@ def _read_message(message: Body, *, at: str) -> Iterator[Message]:
     content = message.get("content")
     blocks: Sequence[tuple[str, Body]] = [(f"{at}.content", {"type": "text", "text": content})]
     if not isinstance(content, str):
-        required(message, "content", list, at=f"{at}.")
+        required(message, "content", LIST, at=f"{at}.")
         blocks = objects(message, "content", at=f"{at}.")
     match role:
         case "assistant":
@@ -130,7 +133,7 @@ def _read_assistant(blocks: Sequence[tuple[str, Body]]) -> Message:
                     ToolUse(
                         id=required(block, "id", str, at=f"{path}."),
                         name=required(block, "name", str, at=f"{path}."),
-                        arguments=arguments_text(required(block, "input", dict, at=f"{path}.")),
+                        arguments=arguments_text(required(block, "input", OBJECT, at=f"{path}.")),
                     )
                 )
             case _:

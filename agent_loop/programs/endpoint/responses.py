@@ -19,6 +19,8 @@ from agent_loop.loop import Message, ToolUse
 from agent_loop.programs.conversation import ChatAnswer, ChatRequest
 from agent_loop.programs.endpoint import chat_completions
 from agent_loop.programs.endpoint.body import (
+    LIST,
+    OBJECT,
     Body,
     function_tool,
     objects,
@@ -56,8 +58,8 @@ def read(call: Call) -> ChatRequest:
     """
     body = call.body
     refuse(body, REFUSED)
-    refuse_structured(optional(optional(body, "text", dict) or {}, "format", dict) or {}, at="text.format")
-    if LOGPROBS in (optional(body, "include", list) or []):
+    refuse_structured(optional(optional(body, "text", OBJECT) or {}, "format", OBJECT) or {}, at="text.format")
+    if LOGPROBS in (optional(body, "include", LIST) or []):
         raise wrong("include", body["include"], "use /v1/chat/completions for logprobs")
     instructions = optional(body, "instructions", str)
     messages = [Message(role="system", content=instructions)] if instructions else []
@@ -162,14 +164,14 @@ def events(answer: ChatAnswer, call: Call) -> Iterator[str]:
     output = _output(answer, call)
     for index, item in enumerate(output):
         place = {"item_id": item["id"], "output_index": index}
-        empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
         yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
         if item["type"] == "function_call":
             yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
             yield event("response.function_call_arguments.done", **place, arguments=item["arguments"])
         else:
             part, kind = item["content"][0], item["content"][0]["type"]
-            logprobs = {"logprobs": []} if kind == "output_text" else {}
+            logprobs: Body = {"logprobs": []} if kind == "output_text" else {}
             place["content_index"] = 0
             yield event("response.content_part.added", **place, part={**part, "text": ""})
             yield event(f"response.{kind}.delta", **place, delta=part["text"], **logprobs)
@@ -197,7 +199,7 @@ def _output(answer: ChatAnswer, call: Call) -> list[dict[str, Any]]:
         content = [{"type": "reasoning_text", "text": message.reasoning}]
         items.append({"type": "reasoning", "id": f"rs_{call.id}", "summary": [], "content": content, "status": status})
     if message.content or not message.tool_calls:
-        part = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
+        part: Body = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
         head = {"type": "message", "id": f"msg_{call.id}", "role": "assistant"}
         items.append({**head, "content": [part], "status": status})
     for number, use in enumerate(message.tool_calls):

@@ -361,11 +361,11 @@ def read_reward(body: Body) -> float | dict[str, float]:
     Raises:
         RequestError: it is no number, no mapping to numbers, or not finite.
     """
-    reward = body.get("reward")
+    reward: Any = body.get("reward")
     if not isinstance(reward, dict):
         return _number(reward, field="reward")
     if not reward:
-        raise wrong("reward", reward, "name at least one agent")
+        raise wrong("reward", {}, "name at least one agent")
     return {agent: _number(value, field=f"reward.{agent}") for agent, value in cast(Body, reward).items()}
 
 

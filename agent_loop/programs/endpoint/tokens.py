@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_loop.programs.conversation import TokenAnswer, TokenRequest
 from agent_loop.programs.endpoint import chat_completions
-from agent_loop.programs.endpoint.body import Body, optional, positive, refuse, required, wrong
+from agent_loop.programs.endpoint.body import LIST, OBJECT, Body, optional, positive, refuse, required, wrong
 from agent_loop.programs.endpoint.errors import EndpointError
 from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
 
@@ -50,7 +50,7 @@ def read(call: Call) -> TokenRequest:
         raise wrong("output_mode", body["output_mode"], 'only "tokens" is supported')
     optional(body, "request_id", str)
     chat_completions.wants_usage(body)
-    sampling = required(body, "sampling_params", dict)
+    sampling = required(body, "sampling_params", OBJECT)
     refuse(sampling, REFUSED_SAMPLING, at="sampling_params.")
     if optional(sampling, "n", int, at="sampling_params.") not in (None, 1):
         raise wrong("sampling_params.n", sampling["n"], "send one request for each answer")
@@ -70,7 +70,7 @@ def read(call: Call) -> TokenRequest:
 
 
 def _ids(body: Body, name: str, *, at: str = "") -> tuple[int, ...]:
-    found = optional(body, name, list, at=at) or []
+    found = optional(body, name, LIST, at=at) or []
     if not all(type(each) is int and 0 <= each < INT32 for each in found):
         raise wrong(at + name, found, "give token ids, which are whole numbers of at least 0")
     return tuple(found)

@@ -52,11 +52,11 @@ def _split(tokenizer: Any) -> Callable[[Int32Array, str], TurnParts]:
 
 
 def _renderers_split(tokenizer: Any, family: str) -> Callable[[Int32Array, str], TurnParts]:
-    from renderers import DefaultRendererConfig, create_renderer  # takes seconds to import, and few runs have a program
-    from renderers.base import ToolCallParseStatus
+    import renderers  # takes seconds to import, and few runs have a program  # pyright: ignore[reportMissingTypeStubs]
+    from renderers.base import ToolCallParseStatus  # pyright: ignore[reportMissingTypeStubs]
 
-    config: Any = DefaultRendererConfig(tool_parser=TOOL_PARSERS[family], reasoning_parser="think")  # type: ignore[arg-type]
-    renderer = create_renderer(tokenizer, config)  # type: ignore[arg-type]
+    config = renderers.DefaultRendererConfig(tool_parser=TOOL_PARSERS[family], reasoning_parser="think")
+    renderer = renderers.create_renderer(tokenizer, config)  # pyright: ignore[reportUnknownMemberType]
 
     def split(turn: Int32Array, opened: str) -> TurnParts:
         ids, prompt = turn.tolist(), tokenizer.encode(opened, add_special_tokens=False)
