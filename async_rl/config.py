@@ -51,7 +51,7 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_settings import RESOLVERS, local_checkpoint
 from async_rl.weights.transport import Backend
 from message_queue.journal import JournalConfig
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
 Config = TypeVar("Config")

@@ -292,7 +292,7 @@ class WorkerClient:
         """Return once Ray knows that the killed process is dead, at the latest after `timeout_s`.
 
         A process that Ray cannot reach is not dead: it may write and send requests until the kill arrives. Its records
-        replace nothing of its successor (see `content_reader`), but its requests would have the same names.
+        replace nothing of its successor (see `content.reader`), but its requests would have the same names.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from message_queue.progress import CallStarted, Forked, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.records import CallStarted, Forked, RolloutStep, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion

@@ -2,7 +2,7 @@
 
     append(records) ──> one thread: arrays to <name>-000001.data, then one transaction in <name>.sqlite
 
-Each writer has files of its own; `content_reader` reads those of all writers. A record exists once its transaction
+Each writer has files of its own; `reader` reads those of all writers. A record exists once its transaction
 is committed. Bytes at the end of a data file that no row of the index names are left over by a kill, and the next write
 of a living writer replaces them. A kill of the process costs no record whose `append` has returned; with `fsync` a loss
 of power costs none either. Data files only grow, and a file is removed once all its groups are forgotten.
@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from message_queue.content_format import (
+from async_rl.rollout.content.format import (
     APPLICATION_ID,
     FORMAT,
     RECORDS_TABLE,
@@ -29,9 +29,8 @@ from message_queue.content_format import (
     encode,
     row_checksum,
 )
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, disk_errors
-from message_queue.progress import RolloutRecord
-from message_queue.sqlite_file import connect, stamp
+from async_rl.rollout.content.records import RolloutRecord
+from message_queue.sqlite_file import JournalBroken, JournalBusy, JournalError, connect, disk_errors, stamp
 
 FILE_BYTES = 64 << 20  # of a data file, after which a new one is started
 MAX_PARTS = 1024  # buffers in one call to the operating system (IOV_MAX of Linux)

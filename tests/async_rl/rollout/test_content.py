@@ -16,18 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue import content
-from message_queue.content import ContentWriter
-from message_queue.content_format import FORMAT
-from message_queue.content_reader import read_groups, remove_settled
-from message_queue.disk_errors import (
+from async_rl.rollout.content import writer as content
+from async_rl.rollout.content.format import FORMAT
+from async_rl.rollout.content.reader import read_groups, remove_settled
+from async_rl.rollout.content.records import CallStarted, RolloutRecord
+from async_rl.rollout.content.writer import ContentWriter
+from message_queue.sqlite_file import (
     JournalBusy,
     JournalError,
     JournalFormatError,
     JournalMismatch,
     JournalUnwritable,
 )
-from message_queue.progress import CallStarted, RolloutRecord
 from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
@@ -271,9 +271,9 @@ async def test_content_of_an_old_handout_replaces_none_of_a_new_one(tmp_path, nu
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from message_queue.content import ContentWriter
+from async_rl.rollout.content.writer import ContentWriter
 from tests.helpers.stored import RUN, records_of
-from tests.message_queue.test_content import several
+from tests.async_rl.rollout.test_content import several
 
 async def run():
     writer = await ContentWriter.open(Path(sys.argv[1]), name="a", run=RUN, fsync=False)

@@ -33,11 +33,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
+from async_rl.rollout.content.format import IndexRow, data_path, decode, index_run, row_checksum
+from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalBroken, JournalMismatch, disk_error, disk_errors
-from message_queue.progress import CallStarted, Forked, RolloutRecord, TrajectoryClosed
-from message_queue.sqlite_file import connect
+from message_queue.sqlite_file import JournalBroken, JournalMismatch, connect, disk_error, disk_errors
 from message_queue.tokens import ContractError, RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
