@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from agent_loop.programs.endpoint import host as endpoint_host
+from agent_loop.programs.endpoint import server
 from agent_loop.programs.program import ProgramLoop
 from async_rl.cluster import queue_host, rollout_workers
 from async_rl.controller import recovery as controller_recovery
@@ -43,7 +43,7 @@ def installed(world: World) -> Generator[None]:
         (rollout_workers, "ReplicaRouter", partial(WatchedRouter, world)),
         (rollout_workers, "turn_reader", lambda _tokenizer, family: model.read_turn),
         (rollout_workers, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
-        (endpoint_host, "serve", partial(Endpoint, world)),
+        (server, "serve", partial(Endpoint, world)),
     ]
     with ExitStack() as stack:
         for module, name, value in replaced:

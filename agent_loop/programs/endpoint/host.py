@@ -20,7 +20,6 @@ from agent_loop.programs.endpoint.errors import (
     SessionEnded,
     SessionFailed,
 )
-from agent_loop.programs.endpoint.server import serve
 from agent_loop.programs.endpoint.sessions import OpenedSession, SessionHandle, SessionStatus, key_digest, new_key
 from agent_loop.programs.program import ModelAccess
 from agent_loop.programs.session import AgentSession
@@ -131,6 +130,9 @@ class Sessions:
     """
 
     def __init__(self, config: EndpointConfig) -> None:
+        from agent_loop.programs.endpoint.server import serve  # imports starlette and uvicorn, for runs with a program
+
+        self._serve = serve
         self.run_key = config.run_key or new_key()
         self._config = config
         self._by_key: dict[bytes, Handle] = {}
@@ -192,6 +194,6 @@ class Sessions:
         """The base URL of the server, which is started first if it does not run."""
         async with self._starting:
             if self._base_url is None:
-                running = serve(self, run_key=self.run_key, config=self._config)
+                running = self._serve(self, run_key=self.run_key, config=self._config)
                 self._base_url = await self._server.enter_async_context(running)
             return self._base_url
