@@ -6,18 +6,18 @@ from agent_loop.control_tokens import Tokenizer
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, ReplicaLostError, SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
-from agent_loop.functions import FunctionReward, FunctionTool
 from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.mcp import McpServer
-from agent_loop.program import ModelAccess, ProgramLoop, command, external
-from agent_loop.program_tools import python_tool, shell_tool
+from agent_loop.programs.program import ModelAccess, ProgramLoop, command, external
 from agent_loop.reward import Completion, Reward, RewardError, Score
 from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
-from agent_loop.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.stateful import ToolClass
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import (
+from agent_loop.tools.functions import FunctionReward, FunctionTool
+from agent_loop.tools.mcp import McpServer
+from agent_loop.tools.program_tools import python_tool, shell_tool
+from agent_loop.tools.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
+from agent_loop.tools.state import ToolClass
+from agent_loop.tools.tool import (
     MalformedCall,
     PauseGate,
     Tool,

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from agent_loop.boundary import slot
 from agent_loop.reward import Completion, RewardFunction
-from agent_loop.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python
+from agent_loop.tools.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
 
@@ -41,7 +41,7 @@ class _Test:
 def code_answer(
     *, partial: bool = False, limits: SandboxLimits | None = None, at_once: int | None = None
 ) -> RewardFunction:
-    """Whether the last code block of the last turn passes the tests of the row, in a sandbox (`agent_loop.sandbox`).
+    """Whether the last code block of the last turn passes the tests of the row (in `agent_loop.tools.sandbox`).
 
     The column `tests` is Python code, such as `assert` statements; or a list of such texts, as in MBPP; or a list of
     mappings with `input` and `output`, which are compared with stdin and stdout; or a mapping with the lists `inputs`

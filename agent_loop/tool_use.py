@@ -12,8 +12,8 @@ from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, samp
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion, Reward, score_in_time
-from agent_loop.stateful import RolloutTools, ToolSource, open_tools
-from agent_loop.tools import (
+from agent_loop.tools.state import RolloutTools, ToolSource, open_tools
+from agent_loop.tools.tool import (
     MalformedCall,
     ToolCall,
     ToolReply,

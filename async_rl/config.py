@@ -30,7 +30,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from async_rl.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.config import EndpointConfig
 from async_rl.files.command import prog
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
@@ -51,7 +51,7 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_settings import RESOLVERS, local_checkpoint
 from async_rl.weights.transport import Backend
 from message_queue.journal import JournalConfig
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
 Config = TypeVar("Config")

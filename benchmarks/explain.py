@@ -39,7 +39,7 @@ from async_rl.plan.description import (
 from async_rl.plan.planner import num_replicas
 from async_rl.plan.simulation import Traced, simulate
 from benchmarks.support import markdown_table, show
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 
 TUNING, HELD_OUT = (0, 1), (100, 101)
 STEPS, SEARCH_STEPS = 24, 8

@@ -39,14 +39,14 @@ from transformers import PreTrainedTokenizerFast
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.chat import Chat
-from agent_loop.conversation import ChatRequest
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import Message, TurnLimits
-from agent_loop.session import AgentSession, TurnReader
+from agent_loop.programs.conversation import ChatRequest
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.turns import turn_reader
+from agent_loop.programs.session import AgentSession, TurnReader
 from async_rl.cluster.actors import make_collections_rare
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.host import Sessions
-from async_rl.endpoint.turns import turn_reader
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm.config import VllmConfig

@@ -22,9 +22,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from async_rl.rollout.content.records import RolloutRecord
+from async_rl.rollout.content.writer import ContentWriter
 from benchmarks.support import bootstrap, markdown_table, say, show
-from message_queue.content import ContentWriter
-from message_queue.progress import RolloutRecord
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 AT_ONCE = 16  # rollouts

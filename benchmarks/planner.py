@@ -27,7 +27,7 @@ from async_rl.plan.description import Cluster, Description, Distribution, Rates,
 from async_rl.plan.measured import describe_run
 from async_rl.plan.simulation import simulate, simulate_synchronous
 from benchmarks.support import markdown_table, show
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 
 STEPS = 8
 NEMO = "NVIDIA-NeMo/RL docs/about/performance-summary.md at aea463d (v0.6), 2689572 (v0.5)"

@@ -23,7 +23,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.vllm.config import VllmConfig, engine_environment
 from async_rl.inference.vllm.engine import VllmReplica, start_vllm

@@ -27,9 +27,8 @@ from message_queue.contract import Admission
 from message_queue.events import Event
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead
 from message_queue.journal import EventJournal
-from message_queue.policies import build_policy
+from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
-from message_queue.staleness import StalenessConfig
 from message_queue.state import StoredState
 from message_queue.tokens import StopReason
 

@@ -60,8 +60,8 @@ from benchmarks.queue_ways import (
     qwen3,
 )
 from benchmarks.support import markdown_table, say, show
+from message_queue.policies import StalenessConfig
 from message_queue.recovery import JournalPlace
-from message_queue.staleness import StalenessConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE, JOURNALED = "queue", "queue, journaled"

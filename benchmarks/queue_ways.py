@@ -17,14 +17,13 @@ from numpy.typing import NDArray
 
 from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
 from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
+from async_rl.rollout.content.records import RolloutRecord, TrajectoryClosed
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import StoredRolloutLog
-from message_queue.content import ContentWriter
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead, head_of
-from message_queue.policies import build_policy
-from message_queue.progress import RolloutRecord, TrajectoryClosed
+from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
-from message_queue.staleness import StalenessConfig
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import GroupContent, content_of
 from message_queue.trajectory import PromptGroup, Trajectory

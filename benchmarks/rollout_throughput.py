@@ -42,7 +42,7 @@ from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.actors import start_ray
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.cluster.rollout_workers import WorkerClient

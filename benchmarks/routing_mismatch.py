@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.vllm.engine import engine_environment, start_vllm
 from async_rl.rollout.rollouter import Rollouter

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.loop import Prompt
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter

@@ -36,7 +36,7 @@ from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.publisher import OnUpdate, Publisher
 from async_rl.inference.replica import KVPolicy

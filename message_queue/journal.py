@@ -24,9 +24,19 @@ from pathlib import Path
 
 import msgspec
 
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, JournalMismatch, damaged, disk_errors
 from message_queue.events import Event
-from message_queue.sqlite_file import checksum, connect, is_written, stamp
+from message_queue.sqlite_file import (
+    JournalBroken,
+    JournalBusy,
+    JournalError,
+    JournalMismatch,
+    checksum,
+    connect,
+    damaged,
+    disk_errors,
+    is_written,
+    stamp,
+)
 from message_queue.state import StoredState
 
 Settings = Mapping[str, int | str]  # config field -> value

@@ -20,8 +20,7 @@ from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded,
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import DropPolicy
-from message_queue.staleness import StalenessError
+from message_queue.policies import DropPolicy, StalenessError
 from message_queue.state import GroupState, QueueState
 from message_queue.tokens import ContractError
 

@@ -23,11 +23,11 @@ from pathlib import Path
 import msgspec
 
 from message_queue.contract import Admission, QueueSnapshot
-from message_queue.disk_errors import JournalMismatch
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
 from message_queue.policies import DropPolicy, WaitPolicy
 from message_queue.queue import TrajectoryQueue
+from message_queue.sqlite_file import JournalMismatch
 from message_queue.state import GroupState, QueueState, StoredState
 
 STOPPED = "stopped before it was trained: its prompt is admitted again"

@@ -18,9 +18,9 @@ from async_rl.files.logs import open_log
 from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.policies import StalenessConfig
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored
-from message_queue.staleness import StalenessConfig
 
 
 class QueueClient:

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from message_queue.contract import QueueError
-from message_queue.disk_errors import JournalError
 from message_queue.journal import EventJournal
-from message_queue.policies import build_policy
+from message_queue.policies import StalenessConfig, StalenessError, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
-from message_queue.staleness import StalenessConfig, StalenessError
+from message_queue.sqlite_file import JournalError
 from message_queue.tokens import ContractError
 
 REFUSALS = (QueueError, ContractError, StalenessError, JournalError)

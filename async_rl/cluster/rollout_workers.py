@@ -17,14 +17,14 @@ from transformers import AutoTokenizer
 
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
-from agent_loop.program import ProgramLoop
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.turns import turn_reader
+from agent_loop.programs.program import ProgramLoop
 from agent_loop.tool_use import TOOL_ERRORS
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.config import ClusterConfig, RunConfig
-from async_rl.endpoint.host import Sessions
-from async_rl.endpoint.turns import turn_reader
 from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
@@ -292,7 +292,7 @@ class WorkerClient:
         """Return once Ray knows that the killed process is dead, at the latest after `timeout_s`.
 
         A process that Ray cannot reach is not dead: it may write and send requests until the kill arrives. Its records
-        replace nothing of its successor (see `content_reader`), but its requests would have the same names.
+        replace nothing of its successor (see `content.reader`), but its requests would have the same names.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from agent_loop.engine import Engine, EngineError
 from agent_loop.loop import Prompt
-from agent_loop.program import external
-from agent_loop.tools import PauseGate
+from agent_loop.programs.program import external
+from agent_loop.tools.tool import PauseGate
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.config_record import another_run

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_loop.text import safe_text
-from agent_loop.tools import ToolCall, opened_reasoning, parse_tool_calls
+from agent_loop.tools.tool import ToolCall, opened_reasoning, parse_tool_calls
 from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path
 from async_rl.files.jsonl import read_lines
 

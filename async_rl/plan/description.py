@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate, SyncMode
 from async_rl.inference.replica import KVPolicy
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

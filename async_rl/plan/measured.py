@@ -33,7 +33,7 @@ from async_rl.plan.description import (
 )
 from async_rl.plan.records import Records, RecordsError, read_records
 from async_rl.plan.requests import RequestModel
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 
 OF_TRAINER = ("train", "export", "checkpoint")
 

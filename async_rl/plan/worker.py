@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Prompt
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.plan.description import Workload

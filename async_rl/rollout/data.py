@@ -13,12 +13,12 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.conversation import arguments_text
 from agent_loop.loop import Message, Prompt, ToolUse
+from agent_loop.programs.conversation import arguments_text
+from agent_loop.programs.endpoint.body import objects, optional, refuse, required, text_of, wrong
+from agent_loop.programs.endpoint.errors import EndpointError
 from agent_loop.text import safe_text
 from agent_loop.user_errors import describe_error
-from async_rl.endpoint.body import objects, optional, refuse, required, text_of, wrong
-from async_rl.endpoint.errors import EndpointError
 from async_rl.files.jsonl import read_lines
 
 Source = Any

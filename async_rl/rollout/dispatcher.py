@@ -5,7 +5,7 @@ admitted prompt ──> worker with the fewest groups ──> head and content
                           └──> its records are read ──> the next worker continues with these tokens
 
 Each hand-out of a group has a number. Numbers increase, also across restarts of the run. A worker that was declared
-dead but still writes overwrites nothing of its successor; see `content_reader`.
+dead but still writes overwrites nothing of its successor; see `content.reader`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
+from async_rl.rollout.content.reader import remove_settled
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, WorkerEvent
-from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 from message_queue.trajectory import Trajectory

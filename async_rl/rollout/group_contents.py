@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from message_queue.content_reader import read_groups
+from async_rl.rollout.content.reader import read_groups
 from message_queue.contract import Admission
 from message_queue.recovery import Restored
 from message_queue.tokens import RoutingSpec

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from agent_loop.text import safe_text, safe_value
 from async_rl.inference.notifier import Notifier
-from message_queue.content import ContentWriter
-from message_queue.progress import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.writer import ContentWriter
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
 

@@ -23,10 +23,10 @@ from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateL
 from agent_loop.timeline import Timeline, enclosing
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
+from async_rl.rollout.content.records import RolloutRecord, RolloutStep
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
-from message_queue.progress import RolloutRecord, RolloutStep
 from message_queue.tokens import ContractError, Int32Array, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
@@ -347,7 +347,7 @@ class Rollouter:
     ) -> None:
         """Run the agent loop; if a tool has lost its state, on an empty trajectory in place of the existing one.
 
-        The first record of the empty one replaces all earlier records (see `message_queue.content_reader`).
+        The first record of the empty one replaces all earlier records (see `async_rl.rollout.content.reader`).
         """
         group, trajectory = admission.group, trajectories[number]
         session, salt = session_name(group, number), f"v{admission.admitted_version}"

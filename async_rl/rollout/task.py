@@ -24,14 +24,14 @@ from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop
-from agent_loop.functions import FunctionReward, FunctionTool, weighted
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
-from agent_loop.program import Program
+from agent_loop.programs.program import Program
 from agent_loop.reward import Reward, RewardFunction
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.stateful import ToolClass, ToolSource
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import PauseGate, Tool, ToolRunner, describe_tool
+from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
+from agent_loop.tools.state import ToolClass, ToolSource
+from agent_loop.tools.tool import PauseGate, Tool, ToolRunner, describe_tool
 from agent_loop.user_errors import describe_error
 from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, leave_out, open_rows, split_rows
 from message_queue.tokens import Int32Array
@@ -57,15 +57,16 @@ class Task:
 
     Args:
         prompts: rows to train on; see `async_rl.rollout.data.Source`.
-        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.functions`. None if the
-            agent gives each reward.
+        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.tools.functions`. None
+            if the agent gives each reward.
         environment: in place of rewards and tools, a class that answers each turn; see `agent_loop.environment`.
         validation: rows that are never trained on, as a source of their own, as a share of `prompts`, or as several
             sets, name -> source.
-        tools: functions, classes whose methods are the tools (`agent_loop.stateful`), servers (`agent_loop.McpServer`),
-            or objects with the interface of `agent_loop.tools.Tool`. Without tools a rollout is one turn.
-        agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.program`. `external` takes
-            programs outside of the run.
+        tools: functions, classes whose methods are the tools (`agent_loop.tools.state`), servers
+            (`agent_loop.McpServer`), or objects with the interface of `agent_loop.Tool`. Without tools a rollout is one
+            turn.
+        agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.programs.program`.
+            `external` takes programs outside of the run.
         agents: name of each agent of the program, as in the field `model` of its calls -> whether it is trained. Each
             has rewards and a baseline of its own. A call with another name is of the agent `policy`, which is trained.
         template: text with {column} places, the user's message; None takes the column `prompt`.

@@ -8,20 +8,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from agent_loop.loop import Prompt
+from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.timeline import TimeSpan
-from agent_loop.tools import PauseGate
-from async_rl.endpoint.host import Sessions
+from agent_loop.tools.tool import PauseGate
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.validation import ValidationRollout
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
-from message_queue.content import ContentWriter
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalError
 from message_queue.heads import GroupHead, head_of
+from message_queue.sqlite_file import JournalError
 from message_queue.training_sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
 

@@ -17,13 +17,13 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_loop.conversation import ChatAnswer, ChatRequest, TokenRequest
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import AgentLoop, Message, Prompt
-from agent_loop.program import ModelAccess
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.errors import EndpointError, NoRolloutWaiting, RequestError
-from async_rl.endpoint.sessions import OpenedSession, SessionHandle, SessionHost
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenRequest
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.errors import EndpointError, NoRolloutWaiting, RequestError
+from agent_loop.programs.endpoint.sessions import OpenedSession, SessionHandle, SessionHost
+from agent_loop.programs.program import ModelAccess
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.simulator.processes import Process, current_process
@@ -47,7 +47,7 @@ session_name: ContextVar[str] = ContextVar("session", default="")
 
 
 class Endpoint:
-    """Where a worker serves its sessions, in place of a server; see `async_rl.endpoint.server.serve`."""
+    """Where a worker serves its sessions, in place of a server; see `agent_loop.programs.endpoint.server.serve`."""
 
     def __init__(self, world: World, host: SessionHost, *, run_key: str, config: EndpointConfig) -> None:
         process = current_process()

@@ -15,8 +15,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_rl.rollout.content.format import data_path
 from async_rl.simulator.processes import current_process
-from message_queue import content_format, journal
+from message_queue import journal
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
@@ -103,7 +104,7 @@ class Disk:
         if records:
             path, (group, file, start, length) = self._draw.choice(records)
             self.damaged_groups.add(group)
-            with content_format.data_path(path.parent, path.stem, file).open("r+b") as data:
+            with data_path(path.parent, path.stem, file).open("r+b") as data:
                 data.seek(start + self._draw.randrange(length))
                 byte = data.read(1)[0] ^ 1 << self._draw.randrange(8)
                 data.seek(-1, os.SEEK_CUR)

@@ -11,15 +11,16 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest import mock
 
-from agent_loop.program import ProgramLoop
+from agent_loop.programs.endpoint import server
+from agent_loop.programs.program import ProgramLoop
 from async_rl.cluster import queue_host, rollout_workers
 from async_rl.controller import recovery as controller_recovery
-from async_rl.endpoint import host as endpoint_host
 from async_rl.rollout import dispatcher, worker
+from async_rl.rollout.content import writer
 from async_rl.simulator import model
 from async_rl.simulator.agents import Endpoint, WatchedLoop, WatchedRouter
 from async_rl.simulator.disk import connect, pwritev
-from message_queue import content, sqlite_file
+from message_queue import sqlite_file
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
@@ -31,8 +32,8 @@ def installed(world: World) -> Generator[None]:
     disk = world.disk
     replaced: list[tuple[ModuleType, str, object]] = [
         (sqlite_file, "sqlite3", _changed(sqlite3, connect=partial(connect, disk))),
-        (content, "os", _changed(os, pwritev=partial(pwritev, disk))),
-        (content, "FILE_BYTES", world.scenario.file_bytes),
+        (writer, "os", _changed(os, pwritev=partial(pwritev, disk))),
+        (writer, "FILE_BYTES", world.scenario.file_bytes),
         (controller_recovery, "read_content", world.read_content),
         (dispatcher, "read_stored", world.read_stored),
         (queue_host, "open_queue", world.open_queue),
@@ -42,7 +43,7 @@ def installed(world: World) -> Generator[None]:
         (rollout_workers, "ReplicaRouter", partial(WatchedRouter, world)),
         (rollout_workers, "turn_reader", lambda _tokenizer, family: model.read_turn),
         (rollout_workers, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
-        (endpoint_host, "serve", partial(Endpoint, world)),
+        (server, "serve", partial(Endpoint, world)),
     ]
     with ExitStack() as stack:
         for module, name, value in replaced:

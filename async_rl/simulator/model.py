@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.session import ReadTurn
+from agent_loop.programs.session import ReadTurn
 from message_queue.tokens import Int32Array, RoutingSpec
 
 END, USER, ASSISTANT, TOOL_ROLE, CALL, SYSTEM = range(1, 7)

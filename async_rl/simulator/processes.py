@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.simulator.virtual_time import NumberedTask
-from message_queue.content import ContentWriter
 from message_queue.journal import EventJournal
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from agent_loop.conversation import ChatAnswer
 from agent_loop.loop import Message
+from agent_loop.programs.conversation import ChatAnswer
 from async_rl.config import RunConfig
 from async_rl.simulator import model
 from async_rl.simulator.engine import Answered

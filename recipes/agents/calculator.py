@@ -10,8 +10,8 @@ from typing import Any
 import openai
 
 from agent_loop.loop import Prompt
-from agent_loop.program import ModelAccess
-from agent_loop.tools import ToolError, describe_tool
+from agent_loop.programs.program import ModelAccess
+from agent_loop.tools.tool import ToolError, describe_tool
 from recipes.calculator.calculator import ERROR_TEXT, Calculator
 from recipes.calculator.calculator import calculate as compute
 from recipes.calculator.task import CalculatorTask, calculator_task

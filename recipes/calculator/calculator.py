@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.tools import ToolError
+from agent_loop.tools.tool import ToolError
 
 from .problems import apply_operator
 

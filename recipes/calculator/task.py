@@ -15,7 +15,7 @@ from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import PauseGate, ToolRunner, describe_tool
+from agent_loop.tools.tool import PauseGate, ToolRunner, describe_tool
 from async_rl.files.validation import explain
 from async_rl.rollout.task import Task
 from message_queue.tokens import Int32Array

@@ -18,12 +18,12 @@ import pytest
 from agent_loop import boundary as boundary_module
 from agent_loop.boundary import OvertimeError, UserThreads, boundary, slot
 from agent_loop.environment import EnvironmentClass, Step
-from agent_loop.functions import FunctionReward, FunctionTool, weighted
 from agent_loop.loop import Message, Prompt, RolloutError
 from agent_loop.reward import Completion, RewardError, score_in_time
 from agent_loop.rewards import in_processes
-from agent_loop.stateful import ToolClass, open_tools
-from agent_loop.tools import ToolCall, ToolRunner
+from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
+from agent_loop.tools.state import ToolClass, open_tools
+from agent_loop.tools.tool import ToolCall, ToolRunner
 from agent_loop.user_errors import LeakedError, describe_error
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from async_rl.rollout.validator import Validator
@@ -447,8 +447,8 @@ def test_process_with_a_hung_call_ends():
     code = """
 import asyncio, threading
 from agent_loop.boundary import UserThreads
-from agent_loop.functions import FunctionTool
-from agent_loop.tools import ToolCall, ToolRunner
+from agent_loop.tools.functions import FunctionTool
+from agent_loop.tools.tool import ToolCall, ToolRunner
 def hang() -> str:
     "Hangs."
     threading.Event().wait()

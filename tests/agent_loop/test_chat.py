@@ -10,7 +10,7 @@ from agent_loop.chat import MAX_VARIANTS, Chat, ChatTemplateError
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, ToolUse, TurnLimits
-from agent_loop.tools import PauseGate, describe_tool
+from agent_loop.tools.tool import PauseGate, describe_tool
 from async_rl import Task
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, TURN_START, build_tokenizer

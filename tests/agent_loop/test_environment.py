@@ -14,7 +14,7 @@ from agent_loop.chat import Chat, ChatTemplateError
 from agent_loop.engine import SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
 from agent_loop.loop import Message, Prompt, PromptError, RolloutError, StateLostError, TurnLimits
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl import Task
 from async_rl.rollout.recorded import RecordedTrajectory
 from message_queue.tokens import StopReason

@@ -15,14 +15,15 @@ from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
 from agent_loop.reward import RewardError
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import ToolError, ToolRunner, describe_tool
+from agent_loop.tools.tool import ToolError, ToolRunner, describe_tool
 from async_rl.files.rollouts import tool_calls_of
+from async_rl.rollout.content.records import CallStarted, TrajectoryClosed
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.rollout.validator import Validator
-from message_queue.progress import CallStarted, TrajectoryClosed
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
+from tests.async_rl.rollout.test_content import same_trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions
 from tests.helpers.fakes import (
     SPEC,
@@ -35,7 +36,6 @@ from tests.helpers.fakes import (
     true_rows,
 )
 from tests.helpers.faults import FAULTS
-from tests.message_queue.test_content import same_trajectory
 
 TOKENIZER = build_tokenizer()
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="6*7="),))

@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent_loop import mcp as own
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.mcp import McpServer
-from agent_loop.stateful import open_tools
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import PauseGate, ToolCall, ToolRunner, describe_tool
+from agent_loop.tools import mcp as own
+from agent_loop.tools.mcp import McpServer
+from agent_loop.tools.state import open_tools
+from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner, describe_tool
 from async_rl import Task
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
@@ -33,7 +33,7 @@ PROMPT = Prompt(index=3, messages=(Message(role="user", content="6*7="),))
 LIMITS = TurnLimits(max_turns=6, max_tokens=400, tool_timeout_s=60.0)
 LIFE = """
 import asyncio, sys
-from agent_loop.mcp import McpServer
+from agent_loop.tools.mcp import McpServer
 
 async def main():
     async with McpServer(*sys.argv[1:]).opened(None, timeout_s=60) as [tool]:

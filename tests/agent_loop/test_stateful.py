@@ -9,12 +9,12 @@ import pytest
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
-from agent_loop.stateful import ToolClass, open_tools
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import ToolCall, ToolRunner, describe_tool
+from agent_loop.tools.state import ToolClass, open_tools
+from agent_loop.tools.tool import ToolCall, ToolRunner, describe_tool
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
-from message_queue.content import ContentWriter
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, ids, make_engine, rebuilt, text_of, turn
 from tests.helpers.fakes import SPEC, FakeReward, FakeTool

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.tools import (
+from agent_loop.tools.tool import (
     MAX_DEPTH,
     MalformedCall,
     PauseGate,

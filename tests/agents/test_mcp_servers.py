@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from agent_loop.mcp import McpServer
-from agent_loop.tools import ToolError
+from agent_loop.tools.mcp import McpServer
+from agent_loop.tools.tool import ToolError
 from tests.agents.test_agents import PYTHON
 
 BIN = PYTHON.parent

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.program import command
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.host import Sessions
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.program import command
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import build_tokenizer
+from tests.agent_loop.endpoint.test_programs import PROMPT, make_loop
 from tests.agent_loop.test_session import Answers, check_exact
 from tests.agents.test_agents import ADDS, HERE, LIMITS
-from tests.async_rl.endpoint.test_programs import PROMPT, make_loop
 from tests.helpers.fakes import SPEC, FakeEngine
 
 PYTHON = Path(os.environ.get("VERIFIERS_PYTHON", HERE.parent.parent / ".venv-verifiers/bin/python")).absolute()

@@ -36,3 +36,8 @@ def test_a_name_that_async_rl_does_not_export_is_an_attribute_error():
 def test_importing_a_package_imports_neither_torch_nor_ray(package):
     heavy = {"torch", "ray", "megatron", "vllm", "hydra", "pydantic", "transformers"}
     subprocess.run([sys.executable, "-c", IMPORTS.format(package=package, heavy=heavy)], check=True)
+
+
+def test_a_run_without_a_program_imports_no_server():
+    script = IMPORTS.format(package="async_rl.rollout.worker", heavy={"starlette", "uvicorn", "h11"})
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from agent_loop.chat import Chat
 from agent_loop.loop import TurnLimits
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.host import Sessions
-from async_rl.endpoint.turns import turn_reader
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.turns import turn_reader
 from benchmarks import (
     gateway,
     queue_groups,

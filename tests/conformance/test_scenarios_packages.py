@@ -15,14 +15,14 @@ import pytest_asyncio
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.program import ProgramLoop, command
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.host import Sessions
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.program import ProgramLoop, command
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.weights.model_info import read_model_info
 from message_queue.trajectory import Trajectory
+from tests.agent_loop.endpoint.test_programs import PROMPT
 from tests.agents.test_agents import HERE, INSTALLED, PROGRAMS, PYTHON, program_id
-from tests.async_rl.endpoint.test_programs import PROMPT
 from tests.conformance import sglang_support
 from tests.conformance.engines import MARKS
 from tests.conformance.served import VLLM, start_vllm

@@ -22,10 +22,10 @@ import pytest_asyncio
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.program import ModelAccess, ProgramLoop
-from async_rl.endpoint.config import EndpointConfig
-from async_rl.endpoint.host import Sessions
-from async_rl.endpoint.turns import turn_reader
+from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.turns import turn_reader
+from agent_loop.programs.program import ModelAccess, ProgramLoop
 from async_rl.inference.sglang.engine import start_sglang
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer

@@ -12,7 +12,7 @@ from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools import ToolRunner, describe_tool
+from agent_loop.tools.tool import ToolRunner, describe_tool
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer

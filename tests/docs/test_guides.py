@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from agent_loop import SamplingConfig, TurnLimits
-from agent_loop.program import ModelAccess, command
-from agent_loop.tools import PauseGate
+from agent_loop.programs.program import ModelAccess, command
+from agent_loop.tools.tool import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
 from message_queue.contract import Admission

@@ -47,7 +47,7 @@ import uuid
 from pathlib import Path
 
 from agent_loop import tool_use
-from agent_loop.tools import ToolCall
+from agent_loop.tools.tool import ToolCall
 
 FOLDER = Path(__file__).parent
 

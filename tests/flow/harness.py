@@ -16,7 +16,7 @@ import torch
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.config import CheckpointConfig, MismatchConfig
@@ -41,10 +41,9 @@ from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.weights.transport import WeightUpdate
-from message_queue.policies import build_policy
+from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint
-from message_queue.staleness import StalenessConfig
 from tests.helpers.dense import behaviour_logprobs, param_versions
 from tests.helpers.fakes import SPEC, FakeEngine, SeededScript, fake_logprob, fake_weights, true_rows
 

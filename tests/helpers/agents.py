@@ -18,10 +18,10 @@ import anthropic
 import httpx2
 import openai
 
-from agent_loop.conversation import ChatAnswer, ChatRequest
 from agent_loop.loop import Message, ToolUse
-from agent_loop.program import ModelAccess
-from agent_loop.session import CallRefused
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest
+from agent_loop.programs.program import ModelAccess
+from agent_loop.programs.session import CallRefused
 
 WORDS = ["add", "the", "two", "numbers", "and", "answer", "with", "one", "word", "12", "34", "56", "+", "-", "*", "ok"]
 LOST = 0.1  # share of the calls that are lost on their way, and of those whose answers are

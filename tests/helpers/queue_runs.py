@@ -5,10 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 from message_queue.contract import Batch
-from message_queue.policies import DropPolicy, build_policy
+from message_queue.policies import DropPolicy, StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
-from message_queue.staleness import StalenessConfig
 from tests.helpers.groups import head_for
 
 

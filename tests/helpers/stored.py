@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from message_queue.content import ContentWriter
-from message_queue.content_reader import read_groups
+from async_rl.rollout.content.reader import read_groups
+from async_rl.rollout.content.records import Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.writer import ContentWriter
 from message_queue.contract import Admission
-from message_queue.progress import Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from message_queue.tokens import RoutingSpec
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 

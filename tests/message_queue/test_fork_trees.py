@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from async_rl.rollout.content.records import Forked, RolloutRecord
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory
-from message_queue.content import ContentWriter
-from message_queue.progress import Forked, RolloutRecord
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
+from tests.async_rl.rollout.test_content import flipped
 from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.groups import sets_of, support_of
 from tests.helpers.stored import RUN, read
-from tests.message_queue.test_content import flipped
 from tests.message_queue.test_merge_rule import LOGPROBS, ROW, SPEC, Model, as_sets, routed, segment_of
 
 MODES = ("append", "force", "replace", "split")

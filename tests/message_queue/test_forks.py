@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord
 from message_queue.heads import head_of
-from message_queue.progress import CallStarted, Forked, RolloutRecord
 from message_queue.tokens import ContractError, StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
+from tests.async_rl.rollout.test_content import flipped, same_trajectory, write
 from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of
 from tests.helpers.stored import read, records_of, stored
-from tests.message_queue.test_content import flipped, same_trajectory, write
 
 MODES = ("append", "force", "replace", "split")
 

@@ -13,7 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.disk_errors import (
+from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
+from message_queue.sqlite_file import (
     JournalBroken,
     JournalBusy,
     JournalError,
@@ -21,7 +22,6 @@ from message_queue.disk_errors import (
     JournalMismatch,
     JournalUnwritable,
 )
-from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, reopened
 

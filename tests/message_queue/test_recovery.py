@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.disk_errors import JournalMismatch
 from message_queue.recovery import EXPIRED
+from message_queue.sqlite_file import JournalMismatch
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, reopened
 

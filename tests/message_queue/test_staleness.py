@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from message_queue.policies import WaitPolicy
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig, WaitPolicy
 
 counts = st.dictionaries(st.integers(0, 8), st.integers(0, 6), max_size=6)
 

@@ -7,7 +7,7 @@ import pytest
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.config import RECIPES, ConfigError, load_config, recipe_overrides
 from async_rl.controller.preflight import check_run
 from message_queue.trajectory import Trajectory

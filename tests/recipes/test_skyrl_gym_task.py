@@ -4,7 +4,7 @@ import pytest
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.rollout.task import TaskConfig, build_task
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory

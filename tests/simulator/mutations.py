@@ -5,7 +5,7 @@ import contextlib
 from dataclasses import replace
 
 from agent_loop.decoder import SegmentDecoder
-from agent_loop.tools import PauseGate, ToolRunner
+from agent_loop.tools.tool import PauseGate, ToolRunner
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.cluster.rpc import BatchingClient
 from async_rl.controller.controller import Controller

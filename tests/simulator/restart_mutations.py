@@ -8,12 +8,12 @@ from async_rl.controller.recovery import RecoveryLoop
 from async_rl.controller.resume import Resume
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.supervisor import RestartLimit
+from async_rl.rollout.content.format import row_checksum
+from async_rl.rollout.content.reader import read_groups
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLogError, StoredRolloutLog
-from message_queue.content import ContentWriter
-from message_queue.content_format import row_checksum
-from message_queue.content_reader import read_groups
 from message_queue.events import Checkpointed
 from message_queue.journal import EventJournal
 from message_queue.recovery import recover

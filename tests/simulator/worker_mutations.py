@@ -7,9 +7,9 @@ import itertools
 from async_rl.cluster.clients import ReplicaClient
 from async_rl.cluster.rollout_workers import WorkerClient
 from async_rl.inference.supervisor import Supervisor
+from async_rl.rollout.content import reader
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.simulator.run import Run, WatchedDispatcher
-from message_queue import content_reader
 from tests.simulator.defects import defect
 
 DIES = ("worker dies", "worker hangs")
@@ -53,7 +53,7 @@ class ToolsArePausedInTheFirstWorkerOnly(WatchedDispatcher):
                 await member.worker.pause_tools()
 
 
-@defect("exactly once", of=content_reader._order, kinds=DIES)
+@defect("exactly once", of=reader._order, kinds=DIES)
 def records_of_workers_in_the_order_of_each(one):
     return one[0]
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from agent_loop.program import external
+from agent_loop.programs.program import external
 from async_rl.config import ConfigError, load_config
 from async_rl.controller.config_record import another_run, record_config
 from async_rl.controller.preflight import check_run, model_problems

@@ -12,7 +12,7 @@ from async_rl.plan import records
 from async_rl.plan.description import Cluster, Description, Distribution, Publish, Rates, Workload
 from async_rl.plan.records import RecordsError, Span
 from async_rl.plan.simulation import scale_of, simulate
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 from tests.async_rl.plan.traces import background, generate, span, write_run
 
 

@@ -11,7 +11,7 @@ from async_rl.plan import simulation
 from async_rl.plan.description import Cluster, Description, Distribution, Interruptions, Publish, Rates, Workload
 from async_rl.plan.planner import make_plan, s_max
 from async_rl.plan.simulation import simulate, simulate_synchronous
-from message_queue.staleness import StalenessConfig
+from message_queue.policies import StalenessConfig
 
 CLOSE = 0.05
 

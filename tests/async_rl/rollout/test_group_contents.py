@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import ReplicaPool
+from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, fetched, read_content
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.worker import RolloutWorker
-from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.training_sequence import content_of
 from tests.helpers.fakes import FakeEngine, SeededScript

@@ -7,7 +7,7 @@ import pytest
 
 from agent_loop import SamplingConfig, SingleTurnLoop, ToolUseLoop, TurnLimits, external
 from agent_loop.loop import Message, Prompt, ToolUse
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.prompts import prompt_order
 from recipes.calculator.tokenizer import build_tokenizer

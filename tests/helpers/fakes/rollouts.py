@@ -1,6 +1,6 @@
 """The calls of a publisher to rollouts, without any rollouts."""
 
-from agent_loop.tools import PauseGate
+from agent_loop.tools.tool import PauseGate
 
 
 class RolloutsHere:
