@@ -151,29 +151,17 @@ contracts: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python benchmarks/train_throughput.py
-	$(BIN)/python benchmarks/logprob_memory.py
-	$(BIN)/python benchmarks/context_memory.py
-	$(BIN)/python benchmarks/recording.py
-	$(BIN)/python benchmarks/replay_overhead.py
-	$(BIN)/python benchmarks/packing.py
-	$(BIN)/python benchmarks/replica_throughput.py
+	$(BIN)/python benchmarks/trainer.py
 	$(BIN)/python benchmarks/rollout_throughput.py
 	$(BIN)/python benchmarks/gateway.py
-	$(BIN)/python benchmarks/sessions.py
 	$(BIN)/python benchmarks/equal_weights.py
-	$(BIN)/python benchmarks/routing_mismatch.py
 	$(BIN)/python benchmarks/update_modes.py
-	$(BIN)/python benchmarks/publish_files.py
-	$(BIN)/python benchmarks/broadcast.py
+	$(BIN)/python benchmarks/publishes.py
 	$(BIN)/python benchmarks/publish_pauses.py
-	$(BIN)/python benchmarks/delta.py
 	$(BIN)/python benchmarks/queue_throughput.py
-	$(BIN)/python benchmarks/queue_groups.py
-	$(BIN)/python benchmarks/journal.py
-	$(BIN)/python benchmarks/batch_building.py
-	$(BIN)/python benchmarks/pages.py
-	$(BIN)/python benchmarks/growth.py
+	$(BIN)/python benchmarks/simulated_scale.py
+	$(BIN)/python benchmarks/planner.py
+	$(BIN)/python benchmarks/explain.py
 
 # The pages of docs/ and the API, in build/docs. The tools have a virtualenv of their own; no code of the project is imported.
 docs: $(VENV_DOCS)/.ready

@@ -6,7 +6,7 @@ vLLM samples in bfloat16, then the trainer computes the logprobs of the same tok
 - R2: it replays the experts that the pass for the old logprobs chose,
 - R3: it replays the experts that the engine chose.
 
-d = trainer - engine logprob of a sampled token, k1 = mean(-d), k3 = mean(exp(d) - 1 - d), F(2) = share of tokens with
+d = trainer - engine logprob of a sampled token, k3 = mean(exp(d) - 1 - d), F(2) = share of tokens with
 |d| > log 2. Brackets are 95 % bootstrap intervals over trajectories. `calculator` is the warm-started model on its own
 task; the other models have random weights and random prompts.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import json
 import math
 import os
 import sys
@@ -27,52 +28,62 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agent_loop.engine import GenerateRequest
+from agent_loop.engine import Engine, GenerateRequest
+from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.vllm.engine import engine_environment, start_vllm
-from async_rl.rollout.task import build_task
-from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.rollout.rollouter import Rollouter
+from async_rl.rollout.task import Task, build_task
+from async_rl.trainer.batch.advantage import batch_rewards
+from async_rl.trainer.batch.micro_batch import Coordinates
+from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from async_rl.weights.model_info import read_model_info
-from benchmarks.routing_mismatch import LOG_2, against_engine, changed_rows, choices_of, evaluate, roll_out, tensors
 from benchmarks.support import (
+    BoolArray,
     FloatArray,
     Interval,
     Mismatch,
     bootstrap,
-    figure,
-    find_warm_start,
-    make_warm_start,
     markdown_table,
+    roll_groups,
     say,
     show,
     start_rank,
+    warm_start,
+    with_sequences,
 )
-from benchmarks.train_steps import with_sequences
-from message_queue.tokens import StopReason
-from message_queue.training_sequence import TrainingSequence
+from message_queue.heads import head_of
+from message_queue.tokens import RoutingSpec, StopReason
+from message_queue.training_sequence import TrainingSequence, content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 
 PROMPT, SAMPLED = 32, 96  # tokens of a trajectory under random weights
 VOCAB = 1024
 MODES = ("none", "R2", "R3")
+LOG_2 = float(np.log(2.0))
 MODELS = ("calculator", "qwen3_moe", "deepseek_v3", "70m")
+Rows = NDArray[np.int16]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """One model under every mode. agreement: share of (token, MoE layer) that use the engine's experts."""
+    """One model under every mode."""
 
     parameters: int
+    """Number of its parameters."""
     mismatch: dict[str, Mismatch]
+    """Mode -> trainer against engine."""
     agreement: dict[str, Interval]
+    """Mode -> share of (token, MoE layer) that use the engine's experts."""
 
 
 def random_model(name: str) -> Any:
@@ -113,8 +124,6 @@ def save_random(name: str, folder: Path) -> Path:
                 parameter.normal_(0, 1.0)
     model.save_pretrained(folder / name)
     if name == "deepseek_v3":  # transformers 5 drops two fields that vLLM reads
-        import json
-
         path = folder / name / "config.json"
         path.write_text(
             json.dumps({**json.loads(path.read_text()), "topk_method": "noaux_tc", "scoring_func": "sigmoid"})
@@ -122,10 +131,8 @@ def save_random(name: str, folder: Path) -> Path:
     return folder / name
 
 
-async def sample(config: RunConfig, *, checkpoint: Path, trajectories: int) -> list[PromptGroup]:
+async def sample(engine: Engine, routing: RoutingSpec, *, trajectories: int) -> list[PromptGroup]:
     """Groups of one trajectory, each of random prompt tokens and SAMPLED tokens of the engine."""
-    routing = read_model_info(checkpoint).routing
-    replica = await start_vllm(config.engine, name="replica-0", checkpoint=checkpoint)
     rng = np.random.default_rng(0)
 
     async def one(place: int) -> PromptGroup:
@@ -133,15 +140,110 @@ async def sample(config: RunConfig, *, checkpoint: Path, trajectories: int) -> l
         trajectory = Trajectory(routing=routing)
         trajectory.observe(prompt)
         request = GenerateRequest(request_id=f"sample-{place:05d}", token_ids=prompt, max_new_tokens=SAMPLED)
-        for segment in await replica.generate(request):
+        for segment in await engine.generate(request):
             trajectory.extend(segment)
         trajectory.close(stop_reason=StopReason.LENGTH, reward=float(place % 2))
         return PromptGroup(group=place, prompt=place, admitted_version=0, admitted_update=0, trajectories=[trajectory])
 
+    return list(await asyncio.gather(*(one(place) for place in range(trajectories))))
+
+
+async def roll_out(config: RunConfig, *, task: Task | None, checkpoint: Path, trajectories: int) -> list[PromptGroup]:
+    """Groups of one trajectory: of held-out prompts of the task, or of random tokens."""
+    rollout, routing = config.rollout, read_model_info(checkpoint).routing
+    assert routing is not None
+    replica = await start_vllm(config.engine, name="replica-0", checkpoint=checkpoint)
     try:
-        return list(await asyncio.gather(*(one(place) for place in range(trajectories))))
+        if task is None:
+            return await sample(replica, routing, trajectories=trajectories)
+        loop = task.build_loop(
+            engine=replica,
+            tokenizer=transformers.AutoTokenizer.from_pretrained(checkpoint),
+            sampling=rollout.sampling,
+            limits=rollout.limits,
+            gate=PauseGate(),
+        )
+        rollouter = Rollouter(loop=loop, routing=routing, trajectories_per_group=1)
+        prompts = task.validation_prompts(trajectories)
+        return await roll_groups(rollouter, prompts, first_group=0, at_once=trajectories)
     finally:
         await replica.close()
+
+
+def batch_of(groups: Sequence[PromptGroup], config: RunConfig, *, update: int = 0) -> TrainingBatch:
+    """The batch that a run would make of `groups`, which version 0 sampled."""
+    heads = [head_of(group) for group in groups]
+    return training_batch(
+        heads,
+        [content_of(group) for group in groups],
+        advantages=batch_rewards(heads, config.advantage).advantages(),
+        current_update=update,
+        version_updates={0: 0},
+    )
+
+
+def evaluate(
+    rank: Any, batch: TrainingBatch, *, replay: Literal["none", "R2", "R3"]
+) -> tuple[list[torch.Tensor], list[Rows]]:
+    """Logprobs float32 [n] of the tokens in the loss and experts int16 [t, L, K], of each sequence.
+
+    The mode is chosen here and not by the rank's own configuration, so that one set of weights serves all modes.
+    experts: those replayed (R3), those that the live router chose (R2), -1 (none).
+    """
+    from async_rl.trainer.step import MicroBatchBuilder, Objective
+
+    info, model = rank._info, rank.model
+    plan = rank._planner.whole(batch)
+    (update,) = plan.updates
+    builder = MicroBatchBuilder(
+        plan.batch,
+        update,
+        at=Coordinates(),
+        device=next(model.chunks[0].parameters()).device,
+        packing=True,
+        replay=replay,
+        routing=info.routing,
+        layers=model.replay.layers,
+        rotary=model.rotary,
+    )
+    objective: Objective = rank._forward_backward.objective("logprobs")
+    logprobs = torch.zeros(update.num_loss_tokens)
+    experts = [np.full((length, *info.routing.row_shape), -1, np.int16) for length in batch.lengths.tolist()]
+    with torch.no_grad():
+        for numbers in update.micro_batches[0]:
+            micro_batch = builder.build(numbers)
+            hidden = micro_batch.forward(model.wrapped[0], at=Coordinates())
+            logprobs[micro_batch.numbers.cpu()] = objective(hidden, micro_batch)[1]["logprobs"].cpu()
+            routing, rows = micro_batch.context.routing, micro_batch.context.rows
+            for place, layer in enumerate(info.routing.layers if routing is not None else ()):
+                for i, number in enumerate(numbers):
+                    of = (rows.segments == i) & (rows.index >= 0)
+                    experts[number][rows.positions[of].cpu().numpy(), place] = routing.tables[layer][of].cpu().numpy()
+    return list(logprobs.split(batch.num_loss_tokens.tolist())), experts
+
+
+def changed_rows(engine: Rows, live: Rows) -> BoolArray:
+    """bool [t, L]: the live router chose another set of experts; False where the engine has no row.
+
+    Args:
+        engine, live: int16 [t, L, K].
+    """
+    return (np.sort(engine) != np.sort(live)).any(-1) & (engine >= 0).all(-1)
+
+
+def against_engine(batch: TrainingBatch, logprobs: Sequence[torch.Tensor]) -> Mismatch:
+    """d of every token in the loss, by sequence."""
+    behaviour = np.concatenate([batch.loss_tokens(number).logprobs for number in range(len(batch))])
+    d = torch.cat(list(logprobs)).numpy().astype(np.float64) - behaviour
+    return Mismatch(d, np.repeat(np.arange(len(batch)), batch.num_loss_tokens), len(batch))
+
+
+def choices_of(engine: Sequence[Rows], changed: Sequence[BoolArray]) -> tuple[Mismatch, FloatArray]:
+    """Every choice of the engine by its sequence, and 1 where it is changed."""
+    routed = [(rows >= 0).all(-1) for rows in engine]
+    where = np.concatenate([c[r] for c, r in zip(changed, routed, strict=True)]).astype(np.float64)
+    sequences = np.repeat(np.arange(len(engine)), [int(r.sum()) for r in routed])
+    return Mismatch(np.zeros(len(where)), sequences, len(engine)), where
 
 
 def compare(rank: Any, batch: TrainingBatch) -> Found:
@@ -179,21 +281,20 @@ def over_r3(found: Found, mode: str) -> Interval:
 
 def table(found: dict[str, Found]) -> str:
     """A row per model and mode."""
-    header = ("model", "replay", "k1", "k3", "F(2)", "max abs d", "experts as the engine's", "k3 over R3")
+    header = ("model", "replay", "k3", "F(2)", "max abs d", "experts as the engine's", "k3 over R3")
     rows: list[Sequence[str]] = []
     for name, model in found.items():
         for mode in MODES:
-            m, quotient = model.mismatch[mode], over_r3(model, mode)
+            m = model.mismatch[mode]
             rows.append(
                 (
                     f"{name}, {model.parameters / 1e6:.1f}M",
                     mode,
-                    figure(m.mean(-m.d)),
-                    figure(m.mean(m.k3)),
-                    figure(m.mean((np.abs(m.d) > LOG_2).astype(np.float64)), percent=True),
+                    f"{m.mean(m.k3):.2e}",
+                    f"{m.mean((np.abs(m.d) > LOG_2).astype(np.float64)):.2%}",
                     f"{np.abs(m.d).max():.2e}",
-                    figure(model.agreement[mode], percent=True),
-                    f"{quotient.value:.2f} [{quotient.low:.2f}, {quotient.high:.2f}]",
+                    f"{model.agreement[mode]:.2%}",
+                    f"{over_r3(model, mode):.2f}",
                 )
             )
     return markdown_table(header, rows)
@@ -201,20 +302,11 @@ def table(found: dict[str, Found]) -> str:
 
 def measure(name: str, config: RunConfig, *, trajectories: int, folder: Path) -> Found:
     """Roll out, then evaluate."""
-    if name == "calculator":
-        task = build_task(config.task, seed=config.seed)
-        checkpoint = find_warm_start(config.warm_start.cache)
-        if checkpoint is None:
-            float32 = replace(config, trainer=replace(config.trainer, dtype="float32"))
-            checkpoint = make_warm_start(float32, task=task, folder=folder)
-        groups, _ = asyncio.run(
-            roll_out(config, task=task, checkpoint=checkpoint, trajectories=trajectories, batches=0)
-        )
-    else:
-        checkpoint = save_random(name, folder)
-        groups = asyncio.run(sample(config, checkpoint=checkpoint, trajectories=trajectories))
-    rank = start_rank(config, checkpoint=checkpoint, optimizer=config.optimizer)
-    found = compare(rank, tensors(groups, config=config, current_update=0))
+    task = build_task(config.task, seed=config.seed) if name == "calculator" else None
+    checkpoint = warm_start(config, task=task, folder=folder) if task else save_random(name, folder)
+    groups = asyncio.run(roll_out(config, task=task, checkpoint=checkpoint, trajectories=trajectories))
+    rank = start_rank(config.trainer, config.loss, checkpoint=checkpoint, optimizer=config.optimizer)
+    found = compare(rank, batch_of(groups, config))
     rank.close()
     say(f"{name}: {len(found.mismatch['R3'].d)} sampled tokens")
     del rank
@@ -222,20 +314,12 @@ def measure(name: str, config: RunConfig, *, trajectories: int, folder: Path) ->
     return found
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--trajectories", type=int, default=128, help="of each model")
+    parser.add_argument("--trajectories", type=int, default=128, help="of each model, at least 2")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of engine and trainer")
-    args = parser.parse_args(arguments)
-    if args.trajectories < 2:
-        parser.error(f"--trajectories is {args.trajectories}; intervals need at least 2")
-    return args
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     config = load_config([f"engine.dtype={args.dtype}", f"trainer.dtype={args.dtype}", "warm_start.steps=120"])
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

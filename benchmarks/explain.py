@@ -115,26 +115,6 @@ def workload(seed: int, *, held_out: bool) -> Description:
     return _rated(described, train_tokens_per_s=tokens / step_s / 4, **small)
 
 
-def trainer_limits(run: Description, x: float) -> tuple[Description, Description]:
-    return _rated(run, train_tokens_per_s=run.rates.train_tokens_per_s / x), run
-
-
-def exports_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _rated(run, export_s=x * run.rates.export_s), run
-
-
-def checkpoints_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _interrupted(run, checkpoint_s=x * run.rates.export_s, checkpoint_every=2), run
-
-
-def replicas_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _rated(run, decode_s_per_request=x * run.rates.decode_s_per_request), run
-
-
-def slots_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _rated(run, max_running=max(1, round(256 / x))), run
-
-
 def bound_limits(run: Description, x: float) -> tuple[Description, Description]:
     slower = _rated(run, decode_s=x * run.rates.decode_s)
     return replace(slower, staleness=StalenessConfig(max_staleness=0)), slower
@@ -153,10 +133,6 @@ def tools_limit(run: Description, x: float) -> tuple[Description, Description]:
     return waiting, _worked(run, turns=4)
 
 
-def publishes_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _rated(run, load_s=x * run.rates.load_s), run
-
-
 def repeats_limit(run: Description, x: float) -> tuple[Description, Description]:
     """Long prompts, and trajectories that take about two steps, so that publishes abort them more than once."""
     bound = StalenessConfig(max_staleness=4)
@@ -173,32 +149,20 @@ def repeats_limit(run: Description, x: float) -> tuple[Description, Description]
     return resumed, replace(resumed, publish=Publish(on_update="keep", kv="keep"))
 
 
-def validations_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _interrupted(run, validation_trajectories=round(10 * x), validation_every=1), run
-
-
-def drops_limit(run: Description, x: float) -> tuple[Description, Description]:
-    return _interrupted(run, failed=1 - 1 / x), run
-
-
-def slow_replica_limits(run: Description, x: float) -> tuple[Description, Description]:
-    return _interrupted(run, slow_replica=x), run
-
-
 PLANTS: Mapping[str, Callable[[Description, float], tuple[Description, Description]]] = {
-    "train": trainer_limits,
-    "export": exports_limit,
-    "checkpoint": checkpoints_limit,
-    "engines": replicas_limit,
-    "slots": slots_limit,
+    "train": lambda run, x: (_rated(run, train_tokens_per_s=run.rates.train_tokens_per_s / x), run),
+    "export": lambda run, x: (_rated(run, export_s=x * run.rates.export_s), run),
+    "checkpoint": lambda run, x: (_interrupted(run, checkpoint_s=x * run.rates.export_s, checkpoint_every=2), run),
+    "engines": lambda run, x: (_rated(run, decode_s_per_request=x * run.rates.decode_s_per_request), run),
+    "slots": lambda run, x: (_rated(run, max_running=max(1, round(256 / x))), run),
     "staleness": bound_limits,
     "tail": tails_limit,
     "tools": tools_limit,
-    "publish": publishes_limit,
+    "publish": lambda run, x: (_rated(run, load_s=x * run.rates.load_s), run),
     "repeat": repeats_limit,
-    "validation": validations_limit,
-    "drops": drops_limit,
-    "replica": slow_replica_limits,
+    "validation": lambda run, x: (_interrupted(run, validation_trajectories=round(10 * x), validation_every=1), run),
+    "drops": lambda run, x: (_interrupted(run, failed=1 - 1 / x), run),
+    "replica": lambda run, x: (_interrupted(run, slow_replica=x), run),
 }
 """Cause -> (run, strength) -> the run with the cause, and without it."""
 
@@ -325,9 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tuning", action="store_true", help="the seeds that the rules were tuned on")
     parser.add_argument("--causes", nargs="+", choices=PLANTS, default=list(PLANTS), help="default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, help="of the workloads")
     args = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    seeds = args.seeds or (TUNING if args.tuning else HELD_OUT)
+    seeds = TUNING if args.tuning else HELD_OUT
     results = [judge(cause, seed=seed, held_out=not args.tuning) for cause in args.causes for seed in seeds]
     header = ("planted", "workload", "slower", "named", "its share", "first override", "predicted", "simulated")
     show(markdown_table(header, [result.row() for result in results]))

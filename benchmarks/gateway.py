@@ -1,14 +1,13 @@
 """Tokens per second of agent programs over HTTP, against the same turns on the bare engine.
 
-    bare       the turns as token requests to the replica, without a session
-    session    `AgentSession` in this process, without HTTP
-    HTTP       the endpoint, with a client in a process of its own that costs little (`lean_client.py`)
+    bare   the turns as token requests to the replica, without a session
+    HTTP   the endpoint, with a client in another process
 
     python benchmarks/gateway.py [--engine vllm|sglang] [--sessions 256] [--calls 3] [--tokens 128] [--rounds 6]
 
 Conversations with several calls run at once; each call has the conversation so far. All ways have the same questions
 and the same number of sampled tokens: an answer has its drawn length, and its last token is replaced with the end of
-the turn. The ways take turns on one engine, in the order 1 2 3, then 3 2 1. Intervals are 95 % bootstrap over rounds.
+the turn. The ways take turns on one engine. Intervals are 95 % bootstrap over rounds.
 The worker is this process: client side of the engine, sessions and endpoint. CPU is that of all threads of a process;
 the ratio by CPU time, of worker and engine, is the steadier figure on a busy machine.
 """
@@ -24,11 +23,14 @@ import tempfile
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
@@ -41,19 +43,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agent_loop.chat import Chat
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import Message, TurnLimits
-from agent_loop.programs.conversation import ChatRequest
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
-from agent_loop.programs.session import AgentSession, TurnReader
+from agent_loop.programs.session import AgentSession
 from async_rl.cluster.actors import make_collections_rare
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.model_info import read_model_info
-from benchmarks.lean_client import LeanClient
-from benchmarks.support import Interval, markdown_table, say, show
-from benchmarks.train_steps import paired_ratio
+from benchmarks.support import in_turns, markdown_table, paired_ratio, say, show
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer, with_chat_template
@@ -70,6 +69,7 @@ Processes = Mapping[str, Sequence[psutil.Process]]
 Rounds = dict[str, list["Measured"]]
 
 
+@cache
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """That of the calculator with more words, so that few answers have the end of a turn in their middle."""
     fields = json.loads(build_tokenizer().backend_tokenizer.to_str())
@@ -151,76 +151,79 @@ class Measured:
     """Process -> milliseconds of CPU per call."""
 
 
-class Ways:
-    """The ways to hold the conversations of a burst, on one engine.
+def converse(
+    base_url: str, keys: Sequence[str], questions: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]]
+) -> None:
+    """Body of the client's process: all conversations at once, over one connection each."""
+    address = urlsplit(base_url)
+    assert address.hostname is not None and address.port is not None
 
-    Args:
-        limits: of a session.
-    """
+    async def hold(number: int) -> None:
+        reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=1 << 22)
+        head = f"POST {address.path}/chat/completions HTTP/1.1\r\nhost: {address.netloc}\r\n"
+        head += f"authorization: Bearer {keys[number]}\r\ncontent-type: application/json\r\ncontent-length: "
+        messages: list[object] = []
+        for question, length in zip(questions[number], lengths[number], strict=True):
+            messages.append({"role": "user", "content": question})
+            body = json.dumps({"model": "policy", "messages": messages, "max_tokens": length})
+            writer.write(f"{head}{len(body)}\r\n\r\n{body}".encode())
+            answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            content = await reader.readexactly(int(answer.partition("content-length: ")[2].partition("\r")[0]))
+            if not answer.startswith("http/1.1 200"):
+                raise RuntimeError(f"{answer}{content.decode()}")
+            messages.append(json.loads(content)["choices"][0]["message"])
+        writer.close()
 
-    def __init__(
-        self, engine: ForcedTurns, *, chat: Chat, read: TurnReader, routing: RoutingSpec | None, limits: TurnLimits
-    ) -> None:
-        self._engine = engine
-        self._chat = chat
-        self._read = read
-        self._routing = routing
-        self._limits = limits
-        self._sampling = SamplingConfig()
+    async def hold_all() -> None:
+        await asyncio.gather(*map(hold, range(len(keys))))
 
-    async def bare(self, load: Load, name: str) -> None:
-        """Requests to the engine."""
+    uvloop.run(hold_all())
 
-        async def converse(number: int) -> None:
-            session, ids, held = f"{name}-{number}", np.zeros(0, np.int32), 1
-            for call, observation in enumerate(load.observations[number]):
-                ids = np.concatenate([ids, observation])
-                request = GenerateRequest(
-                    request_id=f"{session}#{call}.",
-                    token_ids=ids,
-                    max_new_tokens=load.lengths[number][call],
-                    existing_rows=held - 1,
-                    sampling=self._sampling,
-                    session=session,
-                    cache_salt=session,
-                )
-                ids = np.concatenate([ids, *(part.token_ids for part in await self._engine.generate(request))])
-                held = len(ids)
 
-        await asyncio.gather(*map(converse, range(len(load.questions))))
+async def bare(engine: Engine, load: Load, name: str) -> None:
+    """Requests to the engine."""
 
-    async def sessions(self, load: Load, name: str) -> None:
-        """Sessions of this process."""
+    async def ask(number: int) -> None:
+        session, ids, held = f"{name}-{number}", np.zeros(0, np.int32), 1
+        for call, observation in enumerate(load.observations[number]):
+            ids = np.concatenate([ids, observation])
+            request = GenerateRequest(
+                request_id=f"{session}#{call}.",
+                token_ids=ids,
+                max_new_tokens=load.lengths[number][call],
+                existing_rows=held - 1,
+                session=session,
+                cache_salt=session,
+            )
+            ids = np.concatenate([ids, *(part.token_ids for part in await engine.generate(request))])
+            held = len(ids)
 
-        async def converse(number: int) -> None:
-            messages: tuple[Message, ...] = ()
-            session = self._session(f"{name}-{number}")
-            for question, length in zip(load.questions[number], load.lengths[number], strict=True):
-                messages = (*messages, Message(role="user", content=question))
-                request = ChatRequest(messages=messages, agent="policy", max_tokens=length)
-                messages = (*messages, (await session.answer(request)).message)
+    await asyncio.gather(*map(ask, range(len(load.questions))))
 
-        await asyncio.gather(*map(converse, range(len(load.questions))))
 
-    async def http(self, load: Load, name: str, *, served: Sessions, client: LeanClient) -> None:
-        """Sessions over HTTP."""
-        async with AsyncExitStack() as stack:
-            made = [self._session(f"{name}-{number}") for number in range(len(load.questions))]
-            access = [await stack.enter_async_context(served.serve(session)) for session in made]
-            keys = [each.api_key for each in access]
-            await client.converse(access[0].base_url, keys=keys, questions=load.questions, max_tokens=load.lengths)
+async def over_http(
+    session: Callable[[str], AgentSession], served: Sessions, client: ProcessPoolExecutor, load: Load, name: str
+) -> None:
+    """Sessions over HTTP."""
+    async with AsyncExitStack() as stack:
+        made = [session(f"{name}-{number}") for number in range(len(load.questions))]
+        access = [await stack.enter_async_context(served.serve(each)) for each in made]
+        given = (access[0].base_url, [each.api_key for each in access], load.questions, load.lengths)
+        await asyncio.get_running_loop().run_in_executor(client, converse, *given)
 
-    def _session(self, name: str) -> AgentSession:
-        return AgentSession(
-            Trajectory(routing=self._routing),
-            engine=self._engine,
-            chat=self._chat,
-            read=self._read,
-            limits=self._limits,
-            sampling=self._sampling,
-            name=name,
-            cache_salt=name,
-        )
+
+def session_of(engine: Engine, chat: Chat, routing: RoutingSpec | None, limits: TurnLimits, name: str) -> AgentSession:
+    """A session that an agent program would call."""
+    return AgentSession(
+        Trajectory(routing=routing),
+        engine=engine,
+        chat=chat,
+        read=turn_reader(word_tokenizer(), family="qwen3_moe"),
+        limits=limits,
+        sampling=SamplingConfig(),
+        name=name,
+        cache_salt=name,
+    )
 
 
 async def measure(way: Way, load: Load, name: str, *, engine: ForcedTurns, processes: Processes) -> Measured:
@@ -251,74 +254,50 @@ def cpu_seconds(processes: Processes) -> dict[str, float]:
 
 async def compare(args: argparse.Namespace, config: VllmConfig | SglangConfig, checkpoint: Path) -> Rounds:
     """Way -> burst of every round."""
-    routing, tokenizer = read_model_info(checkpoint).routing, word_tokenizer()
-    chat = Chat(tokenizer, end_of_turn=END_OF_TURN)
+    routing, chat = read_model_info(checkpoint).routing, Chat(word_tokenizer(), end_of_turn=END_OF_TURN)
     replica = await start_replica(config, name="replica-0", checkpoint=checkpoint, capture_routing=True)
     engine = ForcedTurns(replica, end=chat.stop_token_ids[0])
-    read, limits = turn_reader(tokenizer, family="qwen3_moe"), TurnLimits(max_turns=args.calls, max_tokens=MAX_TOKENS)
-    ways = Ways(engine, chat=chat, read=read, routing=routing, limits=limits)
+    session = partial(session_of, engine, chat, routing, TurnLimits(max_turns=args.calls, max_tokens=MAX_TOKENS))
     processes = {"worker": [psutil.Process()], "engine": psutil.Process().children(recursive=True)}
-    client, served = await LeanClient.start(), Sessions(EndpointConfig())
-    processes["client"] = [psutil.Process(client.pid)]
-    order = {"bare": ways.bare, "session": ways.sessions, "HTTP": partial(ways.http, served=served, client=client)}
+    served, client = Sessions(EndpointConfig()), ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    processes["client"] = [psutil.Process(client.submit(os.getpid).result())]
+    order: dict[str, Way] = {"bare": partial(bare, engine), "HTTP": partial(over_http, session, served, client)}
     rounds: Rounds = {name: [] for name in order}
     make_collections_rare()  # as a rollout worker does
     try:
-        for number in range(-1, args.rounds):  # the first one warms up
+        for number, name in in_turns(order, rounds=args.rounds):
             sessions = args.sessions if number >= 0 else max(1, args.sessions // 8)
             load = draw(chat, sessions=sessions, calls=args.calls, tokens=args.tokens, seed=number + 1)
-            for name in order if number % 2 else reversed(order):
-                measured = await measure(order[name], load, f"{number}-{name}", engine=engine, processes=processes)
-                say(f"round {number}, {name}: {measured}")
-                if number >= 0:
-                    rounds[name].append(measured)
+            measured = await measure(order[name], load, f"{number}-{name}", engine=engine, processes=processes)
+            say(f"round {number}, {name}: {measured}")
+            if number >= 0:
+                rounds[name].append(measured)
         return rounds
     finally:
         await served.close()
-        await client.close()
+        client.shutdown()
         await replica.close()
 
 
 def report(rounds: Rounds) -> None:
-    """A row for each way, and the cost of the gateway beside that of the engine."""
-    by_wall = {name: [each.tokens_per_s for each in found] for name, found in rounds.items()}
-    by_cpu = {name: [each.tokens_per_cpu_s for each in found] for name, found in rounds.items()}
-    cpu = {
-        name: {process: median(each.cpu_ms[process] for each in found) for process in PROCESSES}
-        for name, found in rounds.items()
-    }
-    rows = [
-        (
-            name,
-            f"{median(by_wall[name]):,.0f}",
-            plain(paired_ratio(by_wall[name], by_wall["bare"])),
-            plain(paired_ratio(by_cpu[name], by_cpu["bare"])),
-            *(f"{cpu[name][process]:.2f}" for process in PROCESSES),
+    """A row for each way."""
+    rows: list[list[str]] = []
+    for name, found in rounds.items():
+        ratios = (
+            paired_ratio([getattr(each, speed) for each in found], [getattr(each, speed) for each in rounds["bare"]])
+            for speed in ("tokens_per_s", "tokens_per_cpu_s")
         )
-        for name in rounds
-    ]
+        cpu = (f"{median(each.cpu_ms[process] for each in found):.2f}" for process in PROCESSES)
+        rate = f"{median(each.tokens_per_s for each in found):.0f}"
+        rows.append([name, rate, *(f"{ratio:.3f}" for ratio in ratios), *cpu])
     header = (
         "way",
         "tokens/s",
         "/ bare",
         "/ bare, by CPU time",
-        *(f"{name}, ms of CPU per call" for name in PROCESSES),
+        *(f"{each}, ms of CPU per call" for each in PROCESSES),
     )
-    show(markdown_table(header, rows))
-    session, http = (cpu[name]["worker"] - cpu["bare"]["worker"] for name in ("session", "HTTP"))
-    engine = cpu["bare"]["worker"] + cpu["bare"]["engine"]
-    show(
-        f"\ngateway: {http:.2f} ms of CPU per call, of which the session has {session:.2f}; "
-        f"the bare engine has {engine:.1f}, so that the gateway is {http / engine:.1%} of it"
-    )
-    for kind, speed in (("wall", by_wall), ("CPU", by_cpu)):
-        ratio = paired_ratio(speed["HTTP"], speed["bare"]).value
-        show(f"goal by {kind} time: HTTP / bare at least {GOAL}: {'met' if ratio >= GOAL else 'MISSED'}")
-
-
-def plain(ratio: Interval) -> str:
-    """value [low, high]."""
-    return f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+    show(f"{markdown_table(header, rows)}\n\ngoal: HTTP / bare at least {GOAL}")
 
 
 def engine_config(args: argparse.Namespace) -> VllmConfig | SglangConfig:

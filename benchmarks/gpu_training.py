@@ -5,10 +5,8 @@ the trainer with the live routers, with R3, with R3 and experts one after anothe
 with R3 and full recomputation. The rows that R3 replays are drawn at random, so that experts get the same work as from
 untrained routers. The sequences have log-normal lengths, or `--fixed` tokens each.
 
-The share of the peak counts the floating-point operations of `async_rl.trainer.model.flops`. Building is the work of
-TrainerRank.train between two micro-batches: rows, columns and rotary angles, and their way to the GPU. Export writes
-the weights as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to
-host.
+The share of the peak counts the floating-point operations of `async_rl.trainer.model.flops`. Export writes the weights
+as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
 
     python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
         [--rounds 3] [--peak 989e12]
@@ -44,13 +42,10 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.flops import peak_of, train_operations
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from async_rl.weights.model_info import read_model_info
-from benchmarks.support import Variant, markdown_table, show, trainers_side_by_side
-from benchmarks.train_steps import random_batch
-from benchmarks.train_throughput import bare_step, build_micro_batches
+from benchmarks.support import markdown_table, say, show, trainers_side_by_side
+from benchmarks.trainer import bare_step, build_micro_batches, random_batch
 from tests.helpers.loop_experts import loop_experts
 
 ADAM = OptimizerConfig(lr=1e-6)
@@ -82,17 +77,17 @@ def draw_batch(checkpoint: Path, *, tokens: int, longest: int, fixed: int | None
     rng, lengths = np.random.default_rng(0), list[int]()
     while sum(lengths) < tokens:
         lengths.append(fixed or int(np.clip(rng.lognormal(np.log(MEDIAN), SIGMA), 2, longest)))
-    info = read_model_info(checkpoint)
-    assert info.routing is not None
-    return random_batch(lengths, vocab=info.vocab_size, routing=info.routing)
+    return random_batch(checkpoint, lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Seconds of a step in each round, and the most memory allocated in them, in bytes."""
+    """Cost of a step."""
 
     seconds: list[float]
+    """Seconds of each round."""
     memory: int
+    """Most bytes that were allocated in them."""
 
 
 def measure(step: Callable[[], object], *, rounds: int) -> Figure:
@@ -119,7 +114,7 @@ def synchronize() -> None:
 
 def with_trainer(config: TrainerConfig, checkpoint: Path, use: Callable[[TrainerRank], Any]) -> Any:
     """What `use` gives of a trainer; the GPU is empty before and after."""
-    with trainers_side_by_side({"one": Variant(config=config)}, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+    with trainers_side_by_side({"one": (config, DecoupledPPO())}, checkpoint=checkpoint, optimizer=ADAM) as trainers:
         found = use(trainers["one"])
         del trainers["one"]
     empty_gpu()
@@ -140,21 +135,6 @@ def bare(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig, *, r
     figure = measure(lambda: bare_step(trainer, optimizer, micro_batches), rounds=rounds)
     trainer.model.release_graph()
     return figure
-
-
-def building_seconds(trainer: TrainerRank, batch: TrainingBatch, config: TrainerConfig) -> float:
-    """Of the micro-batches of a step."""
-    plan = Planner(config=config, loss=DecoupledPPO()).policy(batch)
-    taken: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        for update in plan.updates:
-            assert update is not None
-            for _ in trainer._micro_batches(plan, update):  # pyright: ignore[reportPrivateUsage]
-                pass
-        synchronize()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
 
 
 def export_seconds(trainer: TrainerRank) -> tuple[float, float, int]:
@@ -232,11 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 figures[name] = with_trainer(
                     settings, checkpoint, lambda t: measure(lambda: t.train(batch), rounds=arguments.rounds)
                 )
-            say_figure(name, figures[name], tokens)
-        r3 = ways["trainer, R3"]
-        building, (export, copy, size) = with_trainer(
-            r3, checkpoint, lambda t: (building_seconds(t, batch, r3), export_seconds(t))
-        )
+            say(f"{name}: {tokens / statistics.median(figures[name].seconds):.0f} tokens/s")
+        export, copy, size = with_trainer(ways["trainer, R3"], checkpoint, export_seconds)
     base = statistics.median(figures["bare megatron loop"].seconds)
     rows = [
         (
@@ -250,15 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name, figure in figures.items()
     ]
     show(markdown_table(("way", "tokens/s", "over the bare loop", "of the peak", "memory", "seconds"), rows))
-    step = statistics.median(figures["trainer, R3"].seconds)
-    show(f"\nbuilding the micro-batches: {building:.3f} s, {building / step:.1%} of a step with R3")
-    show(f"export of {size / 1e9:.2f} GB: {export:.2f} s; copying it from GPU to host: {copy:.2f} s")
-
-
-def say_figure(name: str, figure: Figure, tokens: int) -> None:
-    """Progress, as a step of a large model takes long."""
-    rate = tokens / statistics.median(figure.seconds)
-    sys.stderr.write(f"{name}: {rate:.0f} tokens/s, {figure.memory / 2**30:.1f} GiB\n")
+    show(f"\nexport of {size / 1e9:.2f} GB: {export:.2f} s; copying it from GPU to host: {copy:.2f} s")
 
 
 if __name__ == "__main__":

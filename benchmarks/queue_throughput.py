@@ -1,18 +1,13 @@
-"""Groups from the process of a rollout worker to that of a trainer: the queue against peers and against limits.
+"""Groups from the process of a rollout worker to that of a trainer: the queue against peers that write nothing to disk.
 
     queue             as in a run: the driver puts heads into the queue's actor, content is in the object store
     queue, journaled  the same; every segment is written to content files first, and the queue stores its events
-    deque of pickles  a plain Ray actor with a deque; the arrays are pickled to bytes and back
-    deque of arrays   the same actor; the arrays are given to Ray as they are
+    pickles           a plain Ray actor with a deque; the arrays are pickled to bytes and back
+    arrays            the same actor; the arrays are given to Ray as they are
     TransferQueue     the package of PyPI, where it can be imported; two storage units
-    ray put + get     limit: the arrays into Ray's object store and back, in one process
-    memcpy            limit: one copy of the arrays in one process
-    file              limit of the journal: the arrays into files, of which as many are kept as of the journal
 
-All ways send the same arrays, take turns in one run, and take 4 groups together, 16 on their way at most. Brackets are
-quartiles over rounds of the ratio in the same round. Bytes copied are counted by the raylet (objects made in the
-object store) and by the kernel (sent over the loopback interface), per byte of the arrays; copies within a process
-are not counted.
+All ways send the same arrays, take turns in one run, and take 4 groups together, 16 on their way at most. Ratios are
+medians over rounds with their 95 % bootstrap intervals.
 
     python benchmarks/queue_throughput.py [--rounds 7] [--tokens 1024 4096 32768] [--trajectories 4] [--mb 128]
         [--directory DIR] [--transfer-queue DIR]
@@ -25,228 +20,351 @@ import asyncio
 import importlib.util
 import logging
 import os
+import pickle
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, cast
 
 import numpy as np
-import psutil
 import ray
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.cluster.actors import QueueActor
-from benchmarks.queue_ways import (
-    AT_ONCE,
-    BATCH,
-    DequeActor,
-    DequeEnd,
-    End,
-    FileEnd,
-    Host,
-    MemcpyEnd,
-    ObjectStoreEnd,
-    PlainQueue,
-    QueueWay,
-    RolloutEnd,
-    Shape,
-    TransferQueueEnd,
-    kimi_k2,
-    qwen3,
-)
-from benchmarks.support import markdown_table, say, show
-from message_queue.policies import StalenessConfig
+from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
+from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
+from async_rl.rollout.content.writer import ContentWriter
+from async_rl.rollout.recorded import StoredRolloutLog
+from benchmarks.support import in_turns, markdown_table, paired_ratio, say, show
+from message_queue.contract import Admission, Batch
+from message_queue.heads import GroupHead, head_of
+from message_queue.policies import StalenessConfig, build_policy
+from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace
+from message_queue.tokens import RoutingSpec
+from message_queue.training_sequence import GroupContent, content_of
+from message_queue.trajectory import PromptGroup, Trajectory
+from tests.helpers.groups import routed, segment, trajectory
+from tests.helpers.stored import records_of
 
 ROOT = Path(__file__).resolve().parent.parent
 QUEUE, JOURNALED = "queue", "queue, journaled"
-NO_BOUND = StalenessConfig(max_staleness=1_000_000)
-STORE_BYTES = 2 << 30
+PROMPT_TOKENS = 256
+AT_ONCE = 16  # groups that are on their way at most
+BATCH = 4  # groups that the trainer takes together
+SAVE_EVERY = 4  # batches between two checkpoints
+KEPT = 64  # groups whose content stays on disk; older ones are trained
 MAX_GROUPS = 64  # of one round
+STORE_BYTES = 2 << 30
+NO_BOUND = StalenessConfig(max_staleness=1_000_000)
+PARTITION, FIELDS = "benchmark", ("token_ids", "logprobs", "routed_experts")
+LAYERS = {  # as Qwen3-30B-A3B and Kimi-K2 have them
+    "48 x 8 of 128": RoutingSpec(layers=tuple(range(48)), num_experts=128, top_k=8),
+    "60 x 8 of 384": RoutingSpec(layers=tuple(range(1, 61)), num_experts=384, top_k=8),
+}
+Arrays = list[NDArray[Any]]
+Shape = tuple[str, int, int]
+_method = cast(Any, ray.method)  # whose stubs do not know all of its arguments
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """From process to process."""
-
-    name: str
-    send: End
-    """The rollouter's end."""
-    receive: End | None
-    """The trainer's end; None if the rollouter's process does it all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hosts:
-    """Both processes."""
-
-    rollouter: Any
-    """Actor of a Host."""
-    trainer: Any
-    """Actor of a Host."""
-    shape: Shape
-    """Of the groups."""
+def make_group(layers: str, tokens: int, trajectories: int) -> tuple[list[Trajectory], Arrays]:
+    """Closed trajectories of a prompt and one segment; token ids, logprobs and rows of each."""
+    spec, made, arrays = LAYERS[layers], list[Trajectory](), Arrays()
+    for _ in range(trajectories):
+        part = replace(segment(tokens - PROMPT_TOKENS), routed_experts=routed(0, tokens - 1, spec=spec))
+        assert part.routed_experts is not None
+        made.append(trajectory(part, prompt=PROMPT_TOKENS, routing=spec))
+        ids = np.concatenate([made[-1].turns[0].observation, part.token_ids])
+        arrays += [ids, part.logprobs, part.routed_experts.experts]
+    return made, arrays
 
 
-@dataclass(slots=True)
-class Seen:
-    """What was measured of one way, one entry for each round. stored, sent: bytes per byte of the arrays."""
-
-    seconds: list[float] = field(default_factory=list[float])
-    stored: list[float] = field(default_factory=list[float])
-    sent: list[float] = field(default_factory=list[float])
+# ---- the queue
 
 
-class Counters:
-    """Bytes that were made in the object store, and that went over the loopback interface, since it was made."""
+class PlainQueue:
+    """Process of a queue without a journal."""
 
     def __init__(self) -> None:
-        self._node = ray.nodes()[0]
-        self._started = self._now()
+        queue = TrajectoryQueue(build_policy(NO_BOUND, batch_groups=BATCH), max_ready=AT_ONCE)
+        self._server = BatchingServer(queue, refusals=REFUSALS)
 
-    def since(self) -> tuple[float, float]:
-        return tuple(now - then for now, then in zip(self._now(), self._started, strict=True))  # pyright: ignore
+    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
+        return await self._server.exchange(client, calls, cancelled)
 
-    def _now(self) -> tuple[int, int]:
-        from ray._private.internal_api import node_stats
-
-        node = self._node
-        stats: Any = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False)
-        return stats.store_stats.cumulative_created_bytes, psutil.net_io_counters(pernic=True)["lo"].bytes_sent
+    async def collect(self, client: str) -> list[Reply]:
+        return await self._server.collect(client)
 
 
-def start(*, transfer_queue: Path | None) -> None:
+class QueueWay:
+    """A run: the driver has groups rolled out, puts their heads into the queue, and gives the trainer references.
+
+    The driver takes a batch while the trainer fetches the one before.
+
+    Args:
+        queue: actor of a QueueHost or a PlainQueue.
+        rollouter: actor of the Host whose end `name` is a RolloutEnd.
+        trainer: actor of a Host.
+    """
+
+    def __init__(self, name: str, queue: Any, *, rollouter: Any, trainer: Any) -> None:
+        self._name, self._rollouter, self._trainer = name, rollouter, trainer
+        self._calls: BatchingClient[TrajectoryQueue] = BatchingClient(
+            queue, name="driver", server="the queue", timeout_s=60.0, lost=QueueUnavailable
+        )
+        self._contents: dict[int, Any] = {}
+        self._prompt = self._step = 0
+
+    async def run(self, groups: int) -> None:
+        """Groups from the rollouter to the trainer, AT_ONCE on their way at most."""
+        places = asyncio.Semaphore(AT_ONCE)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(groups):
+                tasks.create_task(self._send(places))
+            batch = await self._calls.call(TrajectoryQueue.take)
+            for left in range(groups - BATCH, -1, -BATCH):
+                following = tasks.create_task(self._calls.call(TrajectoryQueue.take)) if left else None
+                await self._train(batch)
+                if following is not None:
+                    batch = await following
+
+    async def _send(self, places: asyncio.Semaphore) -> None:
+        async with places:
+            self._prompt += 1
+            admission = await self._calls.call(TrajectoryQueue.admit, self._prompt)
+            head, content = self._rollouter.roll.remote(self._name, admission)
+            self._contents[admission.group] = content
+            await self._calls.call(TrajectoryQueue.put, await head)
+
+    async def _train(self, batch: Batch) -> None:
+        groups = [head.group for head in batch.groups]
+        await self._trainer.fetch.remote([self._contents.pop(group) for group in groups])
+        self._step += 1
+        await self._calls.call(TrajectoryQueue.trained, groups, train_step=self._step)
+        if self._step % SAVE_EVERY == 0:
+            await self._calls.call(TrajectoryQueue.checkpointed, self._step)
+
+
+class RolloutEnd:
+    """Head and content of groups in the process of a rollout worker.
+
+    Args:
+        directory: folder of content files, to which segments are appended first; None writes nothing.
+    """
+
+    def __init__(self, *, directory: Path | None) -> None:
+        self._directory = directory
+        self._writer: ContentWriter | None = None
+        self._written: deque[int] = deque()
+
+    async def open(self) -> None:
+        if self._directory is not None:
+            self._writer = await ContentWriter.open(self._directory, name="rollout", run="benchmark", fsync=False)
+
+    async def roll(self, contents: Sequence[Trajectory], admission: Admission) -> tuple[GroupHead, GroupContent]:
+        """Answer of a worker whose group is finished."""
+        if self._writer is not None:
+            log = StoredRolloutLog(self._writer)
+            for number, each in enumerate(contents):
+                for record in records_of(each, group=admission.group, number=number):
+                    log.append(record)
+            await log.flush()
+            self._written.append(admission.group)
+            if len(self._written) >= KEPT + BATCH:
+                await self._writer.forget([self._written.popleft() for _ in range(BATCH)])
+        group = PromptGroup(
+            group=admission.group,
+            prompt=admission.prompt,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=list(contents),
+        )
+        return head_of(group), content_of(group)
+
+
+# ---- peers and limits
+
+
+class DequeActor:
+    """A deque with a condition."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+        self._changed = asyncio.Condition()
+
+    async def put(self, item: Any) -> None:
+        async with self._changed:
+            self._items.append(item)
+            self._changed.notify()
+
+    async def get(self, count: int) -> list[Any]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self._items) >= count)
+            return [self._items.popleft() for _ in range(count)]
+
+
+class End:
+    """One end of a way with a DequeActor, in its process: arrays as they are, the next batch on its way."""
+
+    def __init__(self, deque_actor: Any) -> None:
+        self._actor = deque_actor
+        self._next: Any = None
+
+    async def open(self) -> None: ...
+
+    async def send(self, arrays: Arrays) -> None:
+        """Send a group."""
+        await self._actor.put.remote(await self.pack(arrays))
+
+    async def receive(self) -> None:
+        """Take BATCH groups."""
+        items = await (self._next or self._actor.get.remote(BATCH))
+        self._next = self._actor.get.remote(BATCH)
+        await asyncio.gather(*map(self.unpack, items))
+
+    async def pack(self, arrays: Arrays) -> Any:
+        return arrays
+
+    async def unpack(self, item: Any) -> None:
+        del item
+
+
+class PickleEnd(End):
+    """The arrays are pickled to bytes."""
+
+    async def pack(self, arrays: Arrays) -> bytes:
+        return pickle.dumps(arrays)
+
+    async def unpack(self, item: bytes) -> None:
+        pickle.loads(item)
+
+
+class TransferQueueEnd(End):
+    """TransferQueue's client; the deque tells about samples that are ready, so that its controller is not polled."""
+
+    async def open(self) -> None:
+        import transfer_queue  # pyright: ignore[reportMissingImports] # no dependency of the project
+        from transfer_queue.interface import _maybe_create_tq_client  # pyright: ignore
+
+        transfer_queue.init()
+        self._client: Any = _maybe_create_tq_client()
+
+    async def pack(self, arrays: Arrays) -> Any:
+        import torch
+        from tensordict import TensorDict
+
+        stacked = [np.stack(arrays[i :: len(FIELDS)]) for i in range(len(FIELDS))]
+        if stacked[2].dtype == np.uint16:
+            stacked[2] = stacked[2].view(np.int16)
+        fields = {name: torch.from_numpy(array) for name, array in zip(FIELDS, stacked, strict=True)}
+        return await self._client.async_put(TensorDict(fields, batch_size=[len(stacked[0])]), partition_id=PARTITION)
+
+    async def unpack(self, item: Any) -> None:
+        data = await self._client.async_get_data(item)
+        assert len(data["routed_experts"])
+        await self._client.async_clear_samples(item)
+
+
+class Host:
+    """The process of a rollouter or of a trainer, with a group that it sends repeatedly. shape: see `make_group`."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._group = make_group(*shape)
+        self._ends: dict[str, Any] = {}
+
+    async def open(self, name: str, end: End | RolloutEnd) -> None:
+        """Make an end ready."""
+        self._ends[name] = end
+        await end.open()
+
+    async def send(self, name: str, groups: int) -> None:
+        """Send so many, AT_ONCE at most on their way."""
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def one() -> None:
+            async with places:
+                await self._ends[name].send(self._group[1])
+
+        await asyncio.gather(*(one() for _ in range(groups)))
+
+    @_method(num_returns=2)
+    async def roll(self, name: str, admission: Admission) -> tuple[GroupHead, GroupContent]:
+        """Head and content of one group."""
+        return await self._ends[name].roll(self._group[0], admission)
+
+    async def fetch(self, contents: Sequence[Any]) -> None:
+        """contents: references."""
+        await asyncio.gather(*contents)
+
+    async def receive(self, name: str, groups: int) -> None:
+        """Receive so many."""
+        for _ in range(0, groups, BATCH):
+            await self._ends[name].receive()
+
+
+# ---- measurement
+
+
+def actor(stack: AsyncExitStack, cls: type, *arguments: Any) -> Any:
+    """A Ray actor of a class of this benchmark."""
+    remote: Any = ray.remote(cls)
+    made = remote.options(max_concurrency=64).remote(*arguments)
+    stack.callback(ray.kill, made)
+    return made
+
+
+async def make_ways(stack: AsyncExitStack, shape: Shape, folder: Path, *, with_peer: bool) -> dict[str, Any]:
+    """Name -> coroutine function of a number of groups."""
+    rollouter, trainer = actor(stack, Host, shape), actor(stack, Host, shape)
+    journaled: Any = QueueActor.remote(batch_groups=BATCH, staleness=NO_BOUND, max_ready=AT_ONCE)
+    stack.callback(ray.kill, journaled)
+    await journaled.open.remote(JournalPlace(directory=folder, run="benchmark"))
+    ways: dict[str, Any] = {}
+    for name, queue, content in ((QUEUE, actor(stack, PlainQueue), None), (JOURNALED, journaled, folder / "content")):
+        await rollouter.open.remote(name, RolloutEnd(directory=content))
+        ways[name] = QueueWay(name, queue, rollouter=rollouter, trainer=trainer).run
+
+    async def through(name: str, groups: int) -> None:
+        await asyncio.gather(rollouter.send.remote(name, groups), trainer.receive.remote(name, groups))
+
+    peers = {"pickles": PickleEnd, "arrays": End} | ({"TransferQueue": TransferQueueEnd} if with_peer else {})
+    for name, end in peers.items():
+        ready = actor(stack, DequeActor)
+        await rollouter.open.remote(name, end(ready))
+        await trainer.open.remote(name, end(ready))
+        ways[name] = partial(through, name)
+    return ways
+
+
+async def measure(shape: Shape, folder: Path, rounds: int, groups: int, *, with_peer: bool) -> dict[str, list[float]]:
+    """Way -> seconds of each round."""
+    async with AsyncExitStack() as stack:
+        ways = await make_ways(stack, shape, folder, with_peer=with_peer)
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for number, name in in_turns(ways, rounds=rounds):
+            started = time.perf_counter()
+            await ways[name](groups)
+            if number >= 0:
+                found[name].append(time.perf_counter() - started)
+        return found
+
+
+def start_ray(transfer_queue: Path | None) -> None:
     """Ray on this machine; its processes find this checkout, and TransferQueue."""
     paths = [str(ROOT), *([str(transfer_queue)] if transfer_queue else []), os.environ.get("PYTHONPATH", "")]
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "RAY_USAGE_STATS_ENABLED": "0"}
     os.environ |= {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TQ_LOGGING_LEVEL": "ERROR"}
-    ray.init(
-        address="local",
-        num_cpus=16,
-        object_store_memory=STORE_BYTES,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-
-
-async def open_queue(stack: AsyncExitStack, name: str, *, directory: Path | None, hosts: Hosts) -> QueueWay:
-    """A queue with a journal and content files if there is a directory."""
-    options = {"batch_groups": BATCH, "staleness": NO_BOUND, "max_ready": AT_ONCE}
-    folder = None
-    if directory is None:
-        queue: Any = ray.remote(PlainQueue).options(max_concurrency=64).remote(**options)
-    else:
-        folder = _folder(stack, directory)
-        queue = QueueActor.remote(**options)
-        await queue.open.remote(JournalPlace(directory=folder, run="benchmark"))
-    stack.callback(ray.kill, queue)
-    content = None if folder is None else folder / "content"
-    await hosts.rollouter.open.remote(name, RolloutEnd(directory=content), hosts.shape)
-    return QueueWay(name, queue, rollouter=hosts.rollouter, trainer=hosts.trainer)
-
-
-def _folder(stack: AsyncExitStack, directory: Path) -> Path:
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=directory))).resolve()
-
-
-async def make_ways(stack: AsyncExitStack, *, directory: Path, with_peer: bool, hosts: Hosts) -> list[Way | QueueWay]:
-    """All ways, ready to be used."""
-
-    def deque_actor() -> Any:
-        actor: Any = ray.remote(DequeActor).options(max_concurrency=64).remote()
-        stack.callback(ray.kill, actor)
-        return actor
-
-    ways: list[Way] = []
-    for name, pickled in (("deque of pickles", True), ("deque of arrays", False)):
-        actor = deque_actor()
-        ways.append(Way(name, DequeEnd(actor, pickled=pickled), DequeEnd(actor, pickled=pickled)))
-    if with_peer:
-        actor = deque_actor()
-        ways.append(Way("TransferQueue", TransferQueueEnd(actor), TransferQueueEnd(actor)))
-    folder = _folder(stack, directory)
-    ways += [
-        Way("ray put + get", ObjectStoreEnd(), None),
-        Way("memcpy", MemcpyEnd(), None),
-        Way("file", FileEnd(folder), None),
-    ]
-    for way in ways:
-        await hosts.rollouter.open.remote(way.name, way.send, hosts.shape)
-        if way.receive is not None:
-            await hosts.trainer.open.remote(way.name, way.receive, hosts.shape)
-    queues = [
-        await open_queue(stack, name, directory=folder, hosts=hosts)
-        for name, folder in ((QUEUE, None), (JOURNALED, directory))
-    ]
-    return [*queues, *ways]
-
-
-async def burst(way: Way | QueueWay, *, hosts: Hosts, groups: int) -> float:
-    """Seconds for so many groups; of a limit those in its process."""
-    started = time.perf_counter()
-    if isinstance(way, QueueWay):
-        await way.run(groups)
-    elif way.receive is None:
-        return await hosts.rollouter.send.remote(way.name, groups)
-    else:
-        await asyncio.gather(
-            hosts.rollouter.send.remote(way.name, groups), hosts.trainer.receive.remote(way.name, groups)
-        )
-    return time.perf_counter() - started
-
-
-async def measure(shape: Shape, *, rounds: int, groups: int, directory: Path, with_peer: bool) -> dict[str, Seen]:
-    """Way -> what was measured; the order turns with the round, and a first round warms up."""
-    async with AsyncExitStack() as stack:
-        rollouter, trainer = (ray.remote(Host).options(max_concurrency=64).remote() for _ in range(2))
-        for actor in (rollouter, trainer):
-            stack.callback(ray.kill, actor)
-        hosts = Hosts(rollouter, trainer, shape)
-        ways = await make_ways(stack, directory=directory, with_peer=with_peer, hosts=hosts)
-        found = {way.name: Seen() for way in ways}
-        for number in range(-1, rounds):
-            shift = number % len(ways)
-            for way in ways[shift:] + ways[:shift]:
-                counters = Counters()
-                seconds = await burst(way, hosts=hosts, groups=groups)
-                if number >= 0:
-                    stored, sent = (count / groups / shape.num_bytes for count in counters.since())
-                    seen = found[way.name]
-                    seen.seconds.append(seconds)
-                    seen.stored.append(stored)
-                    seen.sent.append(sent)
-        return found
-
-
-def rows_of(shape: Shape, found: dict[str, Seen], *, groups: int) -> list[list[str]]:
-    """One row for each way: its figures, and both queues against it."""
-    rows: list[list[str]] = []
-    for name, seen in found.items():
-        seconds = float(np.median(seen.seconds))
-        rows.append(
-            [
-                f"{shape.name}, {shape.trajectories} x {shape.tokens} tokens, {shape.num_bytes / 1e6:.1f} MB",
-                name,
-                f"{groups / seconds:.0f}",
-                f"{groups * shape.num_bytes / seconds / 1e9:.2f}",
-                f"{np.median(seen.stored):.2f}",
-                f"{np.median(seen.sent):.2f}",
-                *(ratio(found[queue].seconds, seen.seconds) for queue in (QUEUE, JOURNALED)),
-            ]
-        )
-    return rows
-
-
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> str:
-    """How many times as fast: median and quartiles over rounds."""
-    low, middle, high = np.quantile([b / a for a, b in zip(ours, theirs, strict=True)], (0.25, 0.5, 0.75))
-    return f"{middle:.2f} [{low:.2f} .. {high:.2f}]"
+    quiet: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(address="local", num_cpus=16, object_store_memory=STORE_BYTES, **quiet)
 
 
 def main() -> None:
@@ -264,25 +382,23 @@ def main() -> None:
     if not with_peer:
         say("TransferQueue is left out: no package transfer_queue; pip install --no-deps --target DIR TransferQueue")
     rows: list[list[str]] = []
-    start(transfer_queue=args.transfer_queue)
+    start_ray(args.transfer_queue)
     try:
-        for shape in (make(tokens, args.trajectories) for tokens in args.tokens for make in (qwen3, kimi_k2)):
-            groups = max(BATCH, min(MAX_GROUPS, args.mb * 1_000_000 // shape.num_bytes) // BATCH * BATCH)
-            found = asyncio.run(
-                measure(
-                    shape,
-                    rounds=args.rounds,
-                    groups=groups,
-                    directory=args.directory,
-                    with_peer=with_peer,
-                )
-            )
-            rows += (table := rows_of(shape, found, groups=groups))
-            say("\n".join(" | ".join(row) for row in table))
+        for tokens, layers in ((tokens, layers) for tokens in args.tokens for layers in LAYERS):
+            shape = (layers, tokens, args.trajectories)
+            num_bytes = sum(array.nbytes for array in make_group(*shape)[1])
+            groups = max(BATCH, min(MAX_GROUPS, args.mb * 1_000_000 // num_bytes) // BATCH * BATCH)
+            with tempfile.TemporaryDirectory(prefix="queue-benchmark-", dir=args.directory.resolve()) as folder:
+                found = asyncio.run(measure(shape, Path(folder), args.rounds, groups, with_peer=with_peer))
+            group = f"{layers}, {args.trajectories} x {tokens} tokens, {num_bytes / 1e6:.1f} MB"
+            for name, seconds in found.items():
+                speed = f"{groups * num_bytes / median(seconds) / 1e9:.2f}"
+                ratios = (f"{paired_ratio(seconds, found[queue]):.2f}" for queue in (QUEUE, JOURNALED))
+                rows.append([group, name, speed, *ratios])
+                say(" | ".join(rows[-1]))
     finally:
         ray.shutdown()
-    header = ["groups", "way", "groups/s", "GB/s", "stored", "sockets", "queue / way", "journaled / way"]
-    show(markdown_table(header, rows))
+    show(markdown_table(["a group", "way", "GB/s", "queue / way", "journaled / way"], rows))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,15 @@
 
     path    Dispatcher -> WorkerClient -> rollout worker: Rollouter, single-turn agent loop, content files, object store
             -> ReplicaRouter -> ReplicaClient -> Ray actor -> VllmReplica -> vLLM, as in a run
-    bare    vLLM's AsyncLLM in an actor of its own that gets all prompts, as token ids, in one call
+    bare    vLLM's AsyncLLM in another actor that gets all prompts, as token ids, in one call
 
 Both engines have the same arguments, routing capture included, and every request the same sampling parameters and
-budget; no token stops it. Both decode groups of 8 requests, as many groups at a time as --concurrency holds. The two
-take turns, so that what else the machine does hits both alike. Equal budgets make requests end together, so that the
-engine waits whenever 64 of them go through the path at once; --spread S draws budgets from tokens * (1 - S) ..
-tokens * (1 + S), as replies of a real rollout end one by one. --profile also runs the handle without worker and agent
-loop, and counts the CPU seconds of each process.
+number of tokens; no token stops it. Both decode groups of 8 requests, as many groups at a time as --concurrency holds.
+The two take turns, so that the load of the machine hits both alike. Equal numbers make requests end together, so that
+the engine waits whenever 64 of them go through the path at once.
 
-    python benchmarks/rollout_throughput.py [--rounds 9] [--concurrency 64] [--requests 192] [--tokens 96] [--spread 0]
-        [--profile] [--checkpoint DIR]
+    python benchmarks/rollout_throughput.py [--rounds 9] [--concurrency 64] [--requests 192] [--tokens 96]
+        [--checkpoint DIR]
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import time
 import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +55,8 @@ from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.task import TaskConfig, build_task
 from async_rl.weights.model_info import ModelInfo, read_model_info
-from benchmarks.support import CpuClock, markdown_table, say, show
+from benchmarks.support import in_turns, markdown_table, say, show
 from message_queue.contract import Admission
-from message_queue.tokens import Int32Array
-from message_queue.trajectory import Trajectory
 from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 
@@ -72,35 +68,22 @@ Way = Callable[[str], Awaitable[int]]  # name of the burst -> tokens sampled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Requests in groups of GROUP."""
+    """Requests of a burst, in groups of GROUP."""
 
-    budgets: tuple[int, ...]
-    """Tokens that each request samples, those of a group one after the other."""
-    concurrency: int
-    """Requests at a time, in whole groups."""
-
-    @property
-    def num_groups(self) -> int:
-        """Groups of all requests."""
-        return len(self.budgets) // GROUP
+    num_groups: int
+    """Groups of all requests."""
+    at_once: int
+    """Groups at a time."""
 
     async def each(self, work: Callable[[int], Awaitable[int]]) -> int:
         """Sum over all groups."""
-        places = asyncio.Semaphore(self.concurrency // GROUP)
+        places = asyncio.Semaphore(self.at_once)
 
         async def one(group: int) -> int:
             async with places:
                 return await work(group)
 
-        return sum(await asyncio.gather(*(one(i) for i in range(self.num_groups))))
-
-    async def each_request(self, work: Callable[[int], Awaitable[int]]) -> int:
-        """Sum over all requests, those of a group side by side."""
-
-        async def group(number: int) -> int:
-            return sum(await asyncio.gather(*(work(number * GROUP + i) for i in range(GROUP))))
-
-        return await self.each(group)
+        return sum(await asyncio.gather(*map(one, range(self.num_groups))))
 
 
 class BareVllm:
@@ -114,18 +97,18 @@ class BareVllm:
     async def burst(self, requests: Sequence[GenerateRequest], load: Load) -> int:
         """Decode all; returns tokens sampled."""
 
-        async def decode(index: int) -> int:
-            request, count = requests[index], 0
+        async def decode(request: GenerateRequest) -> int:
+            count = 0
             params = sampling_params(request, info=self._info, capture_routing=True)
             prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": request.cache_salt}
             async for output in self._engine.generate(prompt, params, request_id=request.request_id):
                 count = len(output.outputs[0].token_ids)
             return count
 
-        return await load.each_request(decode)
+        async def group(number: int) -> int:
+            return sum(await asyncio.gather(*map(decode, requests[number * GROUP : (number + 1) * GROUP])))
 
-    async def pid(self) -> int:
-        return os.getpid()
+        return await load.each(group)
 
     async def close(self) -> None:
         self._engine.shutdown()
@@ -138,31 +121,8 @@ def endless_chat(tokenizer: Any) -> Chat:
     return chat
 
 
-def draw_budgets(requests: int, *, tokens: int, spread: float) -> tuple[int, ...]:
-    """Tokens that each request samples, uniform in tokens * (1 - spread) .. tokens * (1 + spread)."""
-    drawn = np.random.default_rng(0).uniform(tokens * (1 - spread), tokens * (1 + spread), size=requests)
-    return tuple(max(1, round(budget)) for budget in drawn.tolist())
-
-
-class BudgetLoop:
-    """An AgentLoop in which each rollout of a burst has the budget of its request."""
-
-    def __init__(self, loops: Mapping[int, SingleTurnLoop], *, load: Load) -> None:
-        self._loops = loops
-        self._load = load
-
-    async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
-        number = prompt.index * GROUP + int(session.rpartition("-t")[2])
-        loop = self._loops[self._load.budgets[number]]
-        await loop.run(prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
-
-
 class EndlessTask(CalculatorTask):
     """The calculator in one turn that no token ends."""
-
-    def __init__(self, *, load: Load, seed: int) -> None:
-        super().__init__(CalculatorConfig(), seed=seed)
-        self._load = load
 
     def build_loop(
         self,
@@ -175,24 +135,18 @@ class EndlessTask(CalculatorTask):
     ) -> AgentLoop:
         """See Task."""
         chat = endless_chat(tokenizer)
-
-        def loop_of(budget: int) -> SingleTurnLoop:
-            bounds = TurnLimits(max_turns=1, max_tokens=limits.max_tokens, max_new_tokens_per_turn=budget)
-            return SingleTurnLoop(engine=engine, chat=chat, reward=ExactAnswer(), limits=bounds, sampling=sampling)
-
-        return BudgetLoop({budget: loop_of(budget) for budget in set(self._load.budgets)}, load=self._load)
+        return SingleTurnLoop(engine=engine, chat=chat, reward=ExactAnswer(), limits=limits, sampling=sampling)
 
 
-def endless_task(options: Mapping[str, Any], *, seed: int) -> EndlessTask:
-    """The task as a rollout worker builds it. options: `budgets` and `concurrency` of Load."""
-    load = Load(budgets=tuple(options["budgets"]), concurrency=options["concurrency"])
-    return EndlessTask(load=load, seed=seed)
+def endless_task(*, seed: int) -> EndlessTask:
+    """The task as a rollout worker builds it."""
+    return EndlessTask(CalculatorConfig(), seed=seed)
 
 
 @asynccontextmanager
 async def rollout_path(
     config: RunConfig, *, checkpoint: Path, replica: ReplicaClient, info: ModelInfo, folder: Path
-) -> AsyncGenerator[tuple[Dispatcher, WorkerClient]]:
+) -> AsyncGenerator[Dispatcher]:
     """A rollout worker in its process, which stores content in `folder`, and the dispatcher of the driver."""
     worker = WorkerClient.create(config.cluster, name="worker-0", options={"num_cpus": 1})
     await worker.start(config, checkpoint=checkpoint, replicas=[replica])
@@ -208,7 +162,7 @@ async def rollout_path(
     await dispatcher.open(place, live=())
     watch = asyncio.create_task(dispatcher.watch())
     try:
-        yield dispatcher, worker
+        yield dispatcher
     finally:
         watch.cancel()
         await worker.close(timeout_s=config.cluster.stop_timeout_s)
@@ -239,53 +193,8 @@ def rollout_way(dispatcher: Dispatcher, *, prompts: Sequence[Prompt], load: Load
     return run
 
 
-def plain_requests(
-    name: str, *, token_ids: Sequence[Int32Array], load: Load, config: RunConfig
-) -> list[GenerateRequest]:
-    """The requests that the agent loops make. token_ids: of the prompt of each group."""
-    return [
-        GenerateRequest(
-            request_id=f"{name}-{i}#0.",
-            token_ids=token_ids[i // GROUP],
-            max_new_tokens=budget,
-            sampling=config.rollout.sampling,
-            cache_salt=name,
-        )
-        for i, budget in enumerate(load.budgets)
-    ]
-
-
-@dataclass(slots=True, kw_only=True)
-class Rates:
-    """What was measured of one way. tokens_per_s: of every round. cpu: process -> CPU seconds over all rounds."""
-
-    tokens_per_s: list[float] = field(default_factory=list[float])
-    tokens: int = 0
-    cpu: dict[str, float] = field(default_factory=dict[str, float])
-
-
-async def take_turns(ways: dict[str, Way], *, rounds: int, clock: CpuClock | None) -> dict[str, Rates]:
-    """Way -> rates; the order turns with the round, and a first round warms up."""
-    found = {name: Rates() for name in ways}
-    for number in range(-1, rounds):
-        shift = number % len(ways)
-        for name in [*ways][shift:] + [*ways][:shift]:
-            cpu = clock.seconds() if clock else {}
-            started = time.perf_counter()
-            tokens = await ways[name](f"{name.replace(' ', '_')}.{number}")
-            rate = tokens / (time.perf_counter() - started)
-            say(f"round {number}: {name} {rate:.0f} tokens/s")
-            if number < 0:
-                continue
-            found[name].tokens_per_s.append(rate)
-            found[name].tokens += tokens
-            for process, seconds in (clock.seconds() if clock else {}).items():
-                found[name].cpu[process] = found[name].cpu.get(process, 0.0) + seconds - cpu[process]
-    return found
-
-
-async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: int, profile: bool) -> str:
-    """The tables: rates with ratios to bare vLLM, and CPU seconds when profiled."""
+async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: int) -> str:
+    """The table."""
     task, info = build_task(config.task, seed=config.seed), read_model_info(checkpoint)
     chat = endless_chat(AutoTokenizer.from_pretrained(checkpoint))
     prompts = [task.train_prompt(i) for i in range(load.num_groups)]
@@ -301,110 +210,72 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     )
 
     async def on_bare(name: str) -> int:
-        return await bare.burst.remote(plain_requests(name, token_ids=token_ids, load=load, config=config), load)
+        requests = [
+            GenerateRequest(
+                request_id=f"{name}-{i}#0.",
+                token_ids=token_ids[i // GROUP],
+                max_new_tokens=config.rollout.limits.max_new_tokens_per_turn or 0,
+                sampling=config.rollout.sampling,
+                cache_salt=name,
+            )
+            for i in range(load.num_groups * GROUP)
+        ]
+        return await bare.burst.remote(requests, load)
 
-    async def through_handle(name: str) -> int:
-        requests = plain_requests(name, token_ids=token_ids, load=load, config=config)
-        return await load.each_request(lambda i: _sampled(replica, requests[i]))
-
+    rates: dict[str, list[float]] = {"bare vLLM": [], "whole path": []}
     try:
         with tempfile.TemporaryDirectory(prefix="rollout-throughput-") as folder:
             content = Path(folder) / "content"
-            async with rollout_path(config, checkpoint=checkpoint, replica=replica, info=info, folder=content) as (
-                dispatcher,
-                worker,
-            ):
-                through_worker = rollout_way(dispatcher, prompts=prompts, load=load)
-                ways: dict[str, Way] = {"bare vLLM": on_bare, "whole path": through_worker}
-                clock = None
-                if profile:
-                    ways["handle only"] = through_handle
-                    pids = {
-                        "worker": await worker.pid(),
-                        "replica": await replica.pid(),
-                        "bare": await bare.pid.remote(),
-                    }
-                    clock = CpuClock(pids)
-                found = await take_turns(ways, rounds=rounds, clock=clock)
-        return rates_table(found) + ("\n\n" + cpu_table(found) if profile else "")
+            async with rollout_path(
+                config, checkpoint=checkpoint, replica=replica, info=info, folder=content
+            ) as dispatcher:
+                ways = dict(zip(rates, (on_bare, rollout_way(dispatcher, prompts=prompts, load=load)), strict=True))
+                for number, name in in_turns(ways, rounds=rounds):
+                    started = time.perf_counter()
+                    tokens = await ways[name](f"{name.replace(' ', '_')}.{number}")
+                    rate = tokens / (time.perf_counter() - started)
+                    say(f"round {number}: {name} {rate:.0f} tokens/s")
+                    if number >= 0:
+                        rates[name].append(rate)
+        return table(rates)
     finally:
         await replica.close(timeout_s=config.cluster.stop_timeout_s)
         await bare.close.remote()
 
 
-async def _sampled(engine: Engine, request: GenerateRequest) -> int:
-    return sum(map(len, await engine.generate(request)))
-
-
-def rates_table(found: dict[str, Rates]) -> str:
-    """Median rate and, per round, the ratio to bare vLLM: median, quartiles, ends."""
-    base = found["bare vLLM"].tokens_per_s
+def table(rates: Mapping[str, Sequence[float]]) -> str:
+    """Median rate and, per round, the ratio to bare vLLM: median and quartiles."""
     rows: list[Sequence[str]] = []
-    for name, rates in found.items():
-        ratios = [value / other for value, other in zip(rates.tokens_per_s, base, strict=True)]
+    for name, found in rates.items():
+        ratios = [rate / base for rate, base in zip(found, rates["bare vLLM"], strict=True)]
         low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75))
-        rows.append(
-            (
-                name,
-                f"{np.median(rates.tokens_per_s):.0f}",
-                f"{median:.3f}",
-                f"{low:.3f} .. {high:.3f}",
-                f"{min(ratios):.3f} .. {max(ratios):.3f}",
-                "" if name == "bare vLLM" else f">= {GOAL} {'met' if median >= GOAL else 'missed'}",
-            )
-        )
-    return markdown_table(("way", "tokens/s", "ratio, median", "quartiles", "range", "goal"), rows)
+        rows.append((name, f"{np.median(found):.0f}", f"{median:.3f}", f"{low:.3f} .. {high:.3f}"))
+    return markdown_table(("way", "tokens/s", f"ratio, goal {GOAL}", "quartiles"), rows)
 
 
-def cpu_table(found: dict[str, Rates]) -> str:
-    """CPU seconds per 1000 sampled tokens of every process that took part."""
-    rows = [
-        (name, process, f"{1000 * seconds / rates.tokens:.4f}")
-        for name, rates in found.items()
-        for process, seconds in rates.cpu.items()
-        if seconds > 0.005 * sum(rates.cpu.values())
-    ]
-    return markdown_table(("way", "process", "CPU s per 1000 tokens"), rows)
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rounds", 9), ("concurrency", 64), ("requests", 192), ("tokens", 96)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--spread", type=float, default=0.0, help="of the budgets around --tokens, 0 up to below 1")
-    parser.add_argument("--profile", action="store_true", help="also run the handle alone, and count CPU seconds")
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder of the task's model; default: random")
-    args = parser.parse_args(arguments)
-    for name in ("rounds", "concurrency", "requests", "tokens"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} is {getattr(args, name)}; must be >= 1")
-    for name in ("concurrency", "requests"):
-        if getattr(args, name) % GROUP:
-            parser.error(f"--{name} is {getattr(args, name)}; must be a multiple of {GROUP}, the requests of a group")
-    if not 0 <= args.spread < 1:
-        parser.error(f"--spread is {args.spread}; must be in [0, 1)")
-    return args
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args()
+    if args.concurrency % GROUP or args.requests % GROUP:
+        parser.error(f"--concurrency and --requests must be multiples of {GROUP}, the requests of a group")
     warnings.simplefilter("ignore")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    budgets = draw_budgets(args.requests, tokens=args.tokens, spread=args.spread)
-    load = Load(budgets=budgets, concurrency=args.concurrency)
+    load = Load(num_groups=args.requests // GROUP, at_once=args.concurrency // GROUP)
     config = load_config(
         [
             f"engine.max_num_seqs={args.concurrency}",
             f"engine.max_num_batched_tokens={max(4096, args.concurrency)}",
-            f"engine.max_model_len={PROMPT_TOKENS + max(budgets)}",
-            f"rollout.limits.max_tokens={PROMPT_TOKENS + max(budgets)}",
+            f"engine.max_model_len={PROMPT_TOKENS + args.tokens}",
+            "rollout.limits.max_turns=1",
+            f"rollout.limits.max_tokens={PROMPT_TOKENS + args.tokens}",
+            f"rollout.limits.max_new_tokens_per_turn={args.tokens}",
             f"rollout.trajectories_per_group={GROUP}",
         ]
     )
-    options = {"budgets": budgets, "concurrency": args.concurrency}
-    task = TaskConfig(factory="benchmarks.rollout_throughput:endless_task", options=options)
-    config = replace(config, task=task)
+    config = replace(config, task=TaskConfig(factory="benchmarks.rollout_throughput:endless_task"))
     with tempfile.TemporaryDirectory(prefix="async_rl-") as folder:
         checkpoint = args.checkpoint
         if checkpoint is None:
@@ -413,11 +284,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")])  # for the actors
         start_ray(config.cluster)
         try:
-            size = f"{min(budgets)} to {max(budgets)} tokens each"
-            show(f"{args.requests} requests, {args.concurrency} at a time, {size}\n")
-            show(
-                uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds, profile=args.profile))
-            )
+            show(f"{args.requests} requests, {args.concurrency} at a time, {args.tokens} tokens each\n")
+            show(uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds)))
         finally:
             ray.shutdown()
 

@@ -6,7 +6,7 @@ All trajectories that the staleness bound allows are in flight, every step publi
 workers die or hang meanwhile. Prints what happened, and CPU per trajectory by the process that the code would run in.
 
     python benchmarks/simulated_scale.py [--replicas 1024] [--workers 32] [--trajectories 100000] [--steps 8]
-        [--replica-deaths 32] [--worker-deaths 8] [--seed 0] [--profile]
+        [--replica-deaths 32] [--worker-deaths 8] [--seed 0]
 
 Exit code 1 if an invariant is broken: a token or a group that is lost or trained twice, a ledger that does not close, a
 token that is older than the bound, or less deaths than were asked for.
@@ -15,16 +15,14 @@ token that is older than the bound, or less deaths than were asked for.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from async_rl.simulator.processes import current_process
 from async_rl.simulator.scenario import Fault, Scenario, run_config
 from async_rl.simulator.world import STANDSTILL_TURNS, World
-from benchmarks.support import markdown_table, say, show
+from benchmarks.support import markdown_table, show
 
 GROUP = 50  # trajectories
 SAMPLE_S = 0.005  # of CPU, between two looks at the process whose code runs
 DEATHS_OF_REPLICAS = ("process dies", "process dies", "process hangs")
 DEATHS_OF_WORKERS = ("worker dies", "worker dies", "worker hangs")
-PROFILE_LINES = 40
 TURNS_OF_TRAJECTORY = 200  # turns of the event loop without a train step that are no standstill, per trajectory
 
 
@@ -57,10 +54,6 @@ class Result:
     """Of the oldest token with gradient, in optimizer steps."""
     ledger: dict[str, int]
     """Total of ledger.jsonl."""
-    virtual_s: float
-    """Of the whole run."""
-    wall_s: float
-    """Of the whole run."""
     cpu_s: dict[str, float]
     """CPU seconds by the kind of the process: driver, queue, worker, replica."""
     broken: str | None
@@ -123,105 +116,57 @@ def cpu_by_process(samples: Counter[str]) -> Generator[None]:
 
 
 def run(scenario: Scenario) -> Result:
-    """Run a scenario to its end in a directory of its own."""
-    trajectories = scenario.config.total_train_steps * scenario.config.rollout.groups_per_batch * GROUP
+    """Run a scenario to its end in a temporary directory."""
+    config, samples = scenario.config, Counter[str]()
+    trajectories = config.total_train_steps * config.rollout.groups_per_batch * GROUP
     standstill_turns = max(STANDSTILL_TURNS, TURNS_OF_TRAJECTORY * trajectories)
-    samples = Counter[str]()
     with tempfile.TemporaryDirectory(prefix="simulated-scale-") as folder:
-        directory = Path(folder)
-        world = World(scenario, directory=directory, standstill_turns=standstill_turns)
-        started, cpu = time.monotonic(), time.process_time()
+        world = World(scenario, directory=Path(folder), standstill_turns=standstill_turns)
+        cpu = time.process_time()
         with cpu_by_process(samples):
             world.run_to_end()
         seconds = time.process_time() - cpu
         metrics, records = (
-            [json.loads(line) for line in (directory / name).read_text().splitlines()]
+            [json.loads(line) for line in (Path(folder) / name).read_text().splitlines()]
             for name in ("metrics.jsonl", "ledger.jsonl")
         )
-    total: dict[str, object] = records[-1] if records else {}
-    deaths = Counter(fault.kind for fault in world.fired)
+    total = {key: value for key, value in records[-1].items() if isinstance(value, int)} if records else {}
     staleness = max((int(lag) for line in metrics for lag in line["staleness/tokens"]), default=-1)
+    rules = (
+        (world.violation is None, f"{world.violation}"),
+        (len(metrics) == config.total_train_steps, f"metrics.jsonl has {len(metrics)} steps"),
+        (total.get("error") == 0, f"the ledger does not close: {total}"),
+        (staleness <= config.staleness.max_staleness, f"a token of staleness {staleness} was trained"),
+        (len(world.fired) == len(scenario.faults), f"{len(world.fired)} deaths happened; the run was too short"),
+    )
     return Result(
         steps=len(metrics),
-        deaths=deaths,
+        deaths=Counter(fault.kind for fault in world.fired),
         staleness=staleness,
-        ledger={key: value for key, value in total.items() if isinstance(value, int)},  # its counts
-        virtual_s=world.events[-1][0],
-        wall_s=time.monotonic() - started,
+        ledger=total,
         cpu_s={kind: seconds * count / samples.total() for kind, count in samples.items()},
-        broken=broken(scenario, world, total=total, steps=len(metrics), staleness=staleness),
+        broken=next((text for holds, text in rules if not holds), None),
     )
 
 
-def broken(scenario: Scenario, world: World, *, total: dict[str, object], steps: int, staleness: int) -> str | None:
-    """What does not hold; None if all does."""
-    if world.violation is not None:
-        return str(world.violation)
-    if steps != scenario.config.total_train_steps:
-        return f"metrics.jsonl has {steps} steps, not {scenario.config.total_train_steps}"
-    if total.get("error") != 0:
-        return f"the ledger does not close: {total}"
-    if staleness > scenario.config.staleness.max_staleness:
-        return f"a token of staleness {staleness} was trained; the bound is {scenario.config.staleness.max_staleness}"
-    if len(world.fired) < len(scenario.faults):
-        return f"{len(world.fired)} of {len(scenario.faults)} deaths happened; the run was too short"
-    return None
-
-
-def table(scenario: Scenario, result: Result) -> str:
-    """What happened."""
-    trajectories = scenario.config.total_train_steps * scenario.config.rollout.groups_per_batch * GROUP
-    deaths = ", ".join(f"{count} x {kind}" for kind, count in sorted(result.deaths.items()))
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"replicas": 1024, "workers": 32, "trajectories": 100_000, "steps": 8}
+    for name, default in {**sizes, "replica-deaths": 32, "worker-deaths": 8, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    if args.trajectories < 1 or args.trajectories % (GROUP * args.steps):
+        parser.error(f"--trajectories is {args.trajectories}; must be a multiple of {GROUP} x --steps={args.steps}")
+    result = run(scenario_of(**vars(args)))
     rows = [
-        ("replicas, workers", f"{len(scenario.token_s)}, {scenario.config.rollout.workers}"),
-        ("trajectories trained, steps", f"{trajectories}, {result.steps}"),
-        ("deaths", deaths or "none"),
+        ("steps", f"{result.steps}"),
+        *result.deaths.items(),
         ("ledger", ", ".join(f"{key} {value}" for key, value in result.ledger.items())),
-        ("staleness, bound", f"{result.staleness}, {scenario.config.staleness.max_staleness}"),
-        ("virtual s, wall s", f"{result.virtual_s:.0f}, {result.wall_s:.0f}"),
-        *(
-            (f"CPU us per trajectory, {kind}", f"{1e6 * seconds / trajectories:.0f}")
-            for kind, seconds in sorted(result.cpu_s.items())
-        ),
+        ("staleness of the oldest token, bound", f"{result.staleness}, {args.steps - 1}"),
+        *((f"CPU ms per trajectory, {kind}", f"{1e3 * s / args.trajectories:.2f}") for kind, s in result.cpu_s.items()),
         ("invariants", "kept" if result.broken is None else f"broken: {result.broken}"),
     ]
-    return markdown_table(("what", "seen"), rows)
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--replicas", type=int, default=1024)
-    parser.add_argument("--workers", type=int, default=32)
-    parser.add_argument("--trajectories", type=int, default=100_000, help="that are trained")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--replica-deaths", type=int, default=32)
-    parser.add_argument("--worker-deaths", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--profile", action="store_true", help="show the functions that take most time")
-    args = parser.parse_args(arguments)
-    if args.trajectories % (GROUP * args.steps) or args.trajectories < GROUP * args.steps:
-        parser.error(f"--trajectories is {args.trajectories}; must be a multiple of {GROUP} x --steps={args.steps}")
-    for deaths, of in (("replica_deaths", "replicas"), ("worker_deaths", "workers")):
-        if not 0 <= getattr(args, deaths) < getattr(args, of):
-            parser.error(f"--{deaths.replace('_', '-')} is {getattr(args, deaths)}; must be less than --{of}")
-    return args
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    args = parse(sys.argv[1:] if arguments is None else arguments)
-    options = vars(args)
-    profile = cProfile.Profile() if options.pop("profile") else None
-    scenario = scenario_of(**options)
-    if profile is not None:
-        profile.enable()
-    result = run(scenario)
-    if profile is not None:
-        profile.disable()
-        pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(PROFILE_LINES)
-    show(table(scenario, result))
-    if result.broken is not None:
-        say(f"broken: {result.broken}")
+    show(markdown_table(("what", "seen"), [(name, str(seen)) for name, seen in rows]))
     return 0 if result.broken is None else 1
 
 

@@ -1,12 +1,13 @@
-"""What benchmarks share: checkpoints of the calculator task, trainers of this process, rollouts, and intervals."""
+"""What benchmarks share: rounds in turns, intervals, trainers of this process, rollouts and tables."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.loop import Prompt
-from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.task import Task
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.loss.losses import DecoupledPPO, LossConfig
+from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import read_model_info
 from message_queue.queue import Admission
 from message_queue.tokens import RoutingSpec
+from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import PromptGroup
 from recipes.calculator.task import CalculatorTask, calculator_task
 
 FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
+Way = tuple[TrainerConfig, LossConfig]  # to train
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,15 @@ class Interval:
     """A figure and the ends of its 95 % bootstrap interval."""
 
     value: float
+    """The figure."""
     low: float
+    """Lower end."""
     high: float
+    """Upper end."""
+
+    def __format__(self, spec: str) -> str:
+        """value [low, high]."""
+        return f"{self.value:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
 
 def bootstrap(
@@ -55,16 +64,71 @@ def bootstrap(
     return Interval(float(statistic(np.ones((1, units)))[0]), float(low), float(high))
 
 
+@dataclass(slots=True)
+class Taken:
+    """Seconds of a step in each round."""
+
+    wall: list[float] = field(default_factory=list[float])
+    """Seconds by the clock on the wall."""
+    cpu: list[float] = field(default_factory=list[float])
+    """Seconds of CPU of this process."""
+
+
+def in_turns(names: Collection[str], *, rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name); the order turns with the round, and round -1 warms up."""
+    for number in range(-1, rounds):
+        shift = number % len(names)
+        for name in [*names][shift:] + [*names][:shift]:
+            yield number, name
+
+
+def time_in_turns(steps: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, Taken]:
+    """Seconds of every step in every round.
+
+    Args:
+        steps: name -> step; a function that a step returns is called when its time is taken.
+    """
+    taken = {name: Taken() for name in steps}
+    for number, name in in_turns(steps, rounds=rounds):
+        wall, cpu = time.perf_counter(), time.process_time()
+        after = steps[name]()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        if callable(after):
+            after()
+        if number >= 0:
+            taken[name].wall.append(wall)
+            taken[name].cpu.append(cpu)
+    return taken
+
+
+def median(values: Sequence[float]) -> Interval:
+    """Median over rounds."""
+    ordered: FloatArray = np.sort(np.array(values, np.float64))
+
+    def statistic(drawn: FloatArray) -> FloatArray:
+        counted = drawn.cumsum(1)
+        middle = drawn.sum(1, keepdims=True) / 2
+        below, above = (counted >= middle).argmax(1), (counted > middle).argmax(1)
+        return (ordered[below] + ordered[above]) / 2
+
+    return bootstrap(statistic, units=len(ordered))
+
+
+def paired_ratio(over: Sequence[float], under: Sequence[float]) -> Interval:
+    """Median over rounds of over / under."""
+    return median([a / b for a, b in zip(over, under, strict=True)])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mismatch:
-    """Trainer against engine over n sampled tokens of S trajectories, under one evaluation.
-
-    d: float64 [n]. trajectory: int64 [n], whose token it is. trajectories: S.
-    """
+    """Trainer against engine over n sampled tokens of S trajectories, under one evaluation."""
 
     d: FloatArray
+    """float64 [n], logprob of the trainer minus that of the engine."""
     trajectory: NDArray[np.int64]
+    """int64 [n], number of the trajectory of each token."""
     trajectories: int
+    """S."""
 
     def mean(self, values: FloatArray, where: BoolArray | None = None) -> Interval:
         """Mean over tokens (of those under `where`) of float64 [n] values."""
@@ -83,30 +147,6 @@ class Mismatch:
         return np.expm1(self.d) - self.d
 
 
-def figure(interval: Interval, *, percent: bool = False) -> str:
-    """value [low, high]."""
-    if percent:
-        return f"{interval.value:.2%} [{interval.low:.2%}, {interval.high:.2%}]"
-    return f"{interval.value:.2e} [{interval.low:.2e}, {interval.high:.2e}]"
-
-
-class CpuClock:
-    """CPU seconds used by this process and, with all their children, by actors."""
-
-    def __init__(self, actors: dict[str, int]) -> None:
-        """actors: name -> process id."""
-        import psutil  # only a profile needs it
-
-        self._processes = {"driver": [psutil.Process()]}
-        for name, pid in actors.items():
-            actor = psutil.Process(pid)
-            self._processes |= {name: [actor], f"engine of {name}": actor.children(recursive=True)}
-
-    def seconds(self) -> dict[str, float]:
-        """Since the start of each process."""
-        return {name: sum(sum(p.cpu_times()[:2]) for p in group) for name, group in self._processes.items()}
-
-
 def save_calculator(folder: Path, *, dense_first_layer: bool = True) -> tuple[Path, CalculatorTask, RoutingSpec]:
     """The calculator's checkpoint with its initial weights, saved into `folder`, its task, and how it routes."""
     task = calculator_task({"dense_first_layer": dense_first_layer}, seed=0)
@@ -117,38 +157,24 @@ def save_calculator(folder: Path, *, dense_first_layer: bool = True) -> tuple[Pa
     return checkpoint, task, routing
 
 
-def start_rank(config: RunConfig, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
+def start_rank(config: TrainerConfig, loss: LossConfig, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
     """The trainer as one rank in this process, a TrainerRank."""
-    return _start(Variant(config=config.trainer, loss=config.loss), checkpoint=checkpoint, optimizer=optimizer)
+    from async_rl.trainer.rank import TrainerRank  # megatron takes seconds to import
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """One of the ways to train that are compared."""
-
-    config: TrainerConfig
-    loss: LossConfig = field(default_factory=DecoupledPPO)
+    return TrainerRank(config=config, optimizer=optimizer, loss=loss, checkpoint=checkpoint, rank=0, world_size=1)
 
 
 @contextmanager
 def trainers_side_by_side(
-    variants: Mapping[str, Variant], *, checkpoint: Path, optimizer: OptimizerConfig
+    ways: Mapping[str, Way], *, checkpoint: Path, optimizer: OptimizerConfig
 ) -> Generator[dict[str, Any]]:
-    """A TrainerRank of each variant, all in this process."""
+    """A TrainerRank of each way, all in this process."""
     with ExitStack() as stack:
         trainers: dict[str, Any] = {}
-        for name, variant in variants.items():
-            trainers[name] = _start(variant, checkpoint=checkpoint, optimizer=optimizer)
+        for name, (config, loss) in ways.items():
+            trainers[name] = start_rank(config, loss, checkpoint=checkpoint, optimizer=optimizer)
             stack.callback(trainers[name].close)  # the first, which owns the process groups, is the last to close
         yield trainers
-
-
-def _start(variant: Variant, *, checkpoint: Path, optimizer: OptimizerConfig) -> Any:
-    from async_rl.trainer.rank import TrainerRank  # megatron takes seconds to import
-
-    return TrainerRank(
-        config=variant.config, optimizer=optimizer, loss=variant.loss, checkpoint=checkpoint, rank=0, world_size=1
-    )
 
 
 class LocalTrainer:
@@ -164,52 +190,28 @@ class LocalTrainer:
         await asyncio.to_thread(self._rank.save_pretrained, folder, like=like)
 
 
-def find_warm_start(cache: Path) -> Path | None:
-    """The newest finished warm start under `cache`."""
-    finished = [path.parent for path in cache.glob("*/config.json") if not path.parent.suffix]
-    return max(finished, key=lambda path: path.stat().st_mtime, default=None)
-
-
-def make_warm_start(config: RunConfig, *, task: Task, folder: Path) -> Path:
-    """Warm-start the task's model into `folder`/warm and return that."""
+def warm_start(config: RunConfig, *, task: Task, folder: Path) -> Path:
+    """The newest warm start of the cache, or one that is made in `folder`, in float32."""
+    finished = [path.parent for path in config.warm_start.cache.glob("*/config.json") if not path.parent.suffix]
+    if finished:
+        return max(finished, key=lambda path: path.stat().st_mtime)
+    config = replace(config, trainer=replace(config.trainer, dtype="float32"))
     initial, warm = folder / "initial", folder / "warm"
     task.save_initial_checkpoint(initial)
-    rank = start_rank(config, checkpoint=initial, optimizer=config.warm_start.optimizer)
+    rank = start_rank(config.trainer, config.loss, checkpoint=initial, optimizer=config.warm_start.optimizer)
 
     def progress(step: int, loss: float) -> None:
         if step % 20 == 0:
             say(f"warm start {step}/{config.warm_start.steps}  loss {loss:.3f}")
 
+    trainer, options = LocalTrainer(rank), config.warm_start
     try:
         asyncio.run(
-            run_warm_start(
-                config.warm_start,
-                task=task,
-                trainer=LocalTrainer(rank),
-                initial=initial,
-                folder=warm,
-                progress=progress,
-            )
+            run_warm_start(options, task=task, trainer=trainer, initial=initial, folder=warm, progress=progress)
         )
     finally:
         rank.close()
     return warm
-
-
-class RolloutsHere:
-    """Rollouts of this process, whose tools a publish pauses."""
-
-    def __init__(self, gate: PauseGate) -> None:
-        self._gate = gate
-
-    async def pause(self) -> None:
-        self._gate.pause()
-
-    async def resume(self) -> None:
-        self._gate.resume()
-
-    async def avoid(self, replicas: Collection[str]) -> None:
-        pass
 
 
 async def roll_groups(
@@ -233,18 +235,12 @@ async def roll_groups(
     return list(await asyncio.gather(*(roll(i, p) for i, p in enumerate(prompts))))
 
 
-def resident_bytes(field: str) -> int:
-    """VmRSS (now) or VmHWM (most since the peak was reset) of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def peak_growth(step: Callable[[], object]) -> int:
-    """Bytes by which a call raises the peak of this process's resident memory over its memory before."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-    before = resident_bytes("VmRSS")
-    step()
-    return resident_bytes("VmHWM") - before
+def with_sequences(batch: TrainingBatch, change: Callable[[TrainingSequence, int], TrainingSequence]) -> TrainingBatch:
+    """The batch with the sequences that `change` makes of a sequence and its number."""
+    contents = [[[*trajectory] for trajectory in content] for content in batch.contents]
+    for number, (group, trajectory, at) in enumerate(batch.index.tolist()):
+        contents[group][trajectory][at] = change(batch.sequence(number), number)
+    return replace(batch, contents=[tuple(map(tuple, content)) for content in contents])
 
 
 def say(line: str) -> None:

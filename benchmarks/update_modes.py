@@ -26,7 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -47,25 +47,26 @@ from async_rl.trainer.batch.advantage import batch_rewards
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate
+from benchmarks.equal_weights import batch_of
 from benchmarks.support import (
     FloatArray,
-    Interval,
     Mismatch,
-    RolloutsHere,
-    figure,
-    find_warm_start,
-    make_warm_start,
     markdown_table,
     roll_groups,
     say,
     show,
     start_rank,
+    warm_start,
 )
 from message_queue.heads import head_of
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup, ResumeRouting
+from tests.helpers.fakes.rollouts import RolloutsHere
 
 WARM_STEPS = 120
+Way = tuple[OnUpdate, KVPolicy, ResumeRouting]  # to take the update
+Cells = dict[Way, list[PromptGroup]]  # groups of one trajectory
+Updates = tuple[WeightUpdate, WeightUpdate]  # versions 0 (A) and 1 (B)
 UPDATE_AT = 0.4  # of the time that a rollout without update takes
 MODES: tuple[tuple[OnUpdate, KVPolicy], ...] = (
     ("resume", "recompute"),
@@ -75,44 +76,19 @@ MODES: tuple[tuple[OnUpdate, KVPolicy], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cell:
-    """One way to take the update. before, after: of the tokens that A and B sampled in resumed trajectories."""
-
-    on_update: OnUpdate
-    kv: KVPolicy
-    resume_routing: ResumeRouting
-    groups: list[PromptGroup]
-
-
 class Rollouts:
-    """Rolls out the same prompts again and again on one replica that holds either version.
+    """Rolls out the same prompts repeatedly, on one replica that holds either version."""
 
-    Args:
-        updates: the versions 0 (A) and 1 (B).
-    """
-
-    def __init__(
-        self, config: RunConfig, *, replica: Any, task: Task, checkpoint: Path, updates: Sequence[WeightUpdate]
-    ) -> None:
+    def __init__(self, config: RunConfig, *, replica: Any, task: Task, checkpoint: Path) -> None:
         self._config = config
         self._replica = replica
         self._task = task
         self._routing = read_model_info(checkpoint).routing
         self._tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        self._updates = updates
         self._first_group = 0
 
-    async def roll(
-        self, count: int, *, cell: tuple[OnUpdate, KVPolicy, ResumeRouting], update_after_s: float | None
-    ) -> tuple[list[PromptGroup], float]:
-        """Groups of one trajectory that start under A, and the seconds taken; B arrives after `update_after_s`."""
-        on_update, kv, resume_routing = cell
-        gate, timeout_s = PauseGate(), self._config.sync.timeout_s
-        tools = RolloutsHere(gate)
-        to_first = Publisher([self._replica], on_update="drain", rollouts=tools, timeout_s=timeout_s)
-        to_second = Publisher([self._replica], on_update=on_update, kv=kv, rollouts=tools, timeout_s=timeout_s)
-        await to_first.publish(self._updates[0])
+    def rollouter(self, trajectories: int, *, gate: PauseGate, resume_routing: ResumeRouting = "append") -> Rollouter:
+        """Rolls out groups of `trajectories`."""
         rollout = self._config.rollout
         loop = self._task.build_loop(
             engine=self._replica,
@@ -121,30 +97,43 @@ class Rollouts:
             limits=rollout.limits,
             gate=gate,
         )
-        rollouter = Rollouter(loop=loop, routing=self._routing, trajectories_per_group=1, resume_routing=resume_routing)
+        return Rollouter(
+            loop=loop, routing=self._routing, trajectories_per_group=trajectories, resume_routing=resume_routing
+        )
+
+    async def roll(
+        self, count: int, updates: Updates, *, cell: Way, after_s: float | None
+    ) -> tuple[list[PromptGroup], float]:
+        """Groups of one trajectory that start under A, and the seconds taken; B arrives after `after_s`."""
+        on_update, kv, resume_routing = cell
+        gate, timeout_s = PauseGate(), self._config.sync.timeout_s
+        tools = RolloutsHere(gate)
+        to_first = Publisher([self._replica], on_update="drain", rollouts=tools, timeout_s=timeout_s)
+        to_second = Publisher([self._replica], on_update=on_update, kv=kv, rollouts=tools, timeout_s=timeout_s)
+        await to_first.publish(updates[0])
+        rollouter = self.rollouter(1, gate=gate, resume_routing=resume_routing)
         prompts, started = self._task.validation_prompts(count), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             groups = tasks.create_task(roll_groups(rollouter, prompts, first_group=self._first_group, at_once=count))
-            if update_after_s is not None:
-                await asyncio.sleep(update_after_s)
-                await to_second.publish(self._updates[1])
+            if after_s is not None:
+                await asyncio.sleep(after_s)
+                await to_second.publish(updates[1])
         self._first_group += count
         return groups.result(), time.monotonic() - started
 
 
-async def roll_all(rollouts: Rollouts, *, trajectories: int) -> list[Cell]:
+async def roll_all(rollouts: Rollouts, updates: Updates, *, trajectories: int) -> Cells:
     """Every cell of the table."""
     plain = ("drain", "recompute", "append")
-    await rollouts.roll(trajectories, cell=plain, update_after_s=None)  # warms up
-    _, seconds = await rollouts.roll(trajectories, cell=plain, update_after_s=None)
+    await rollouts.roll(trajectories, updates, cell=plain, after_s=None)  # warms up
+    _, seconds = await rollouts.roll(trajectories, updates, cell=plain, after_s=None)
     say(f"a rollout without update takes {seconds:.2f} s")
-    cells: list[Cell] = []
+    cells: Cells = {}
     for on_update, kv in MODES:
         for routing in get_args(ResumeRouting):
-            groups, _ = await rollouts.roll(
-                trajectories, cell=(on_update, kv, routing), update_after_s=UPDATE_AT * seconds
-            )
-            cells.append(Cell(on_update=on_update, kv=kv, resume_routing=routing, groups=groups))
+            cell = on_update, kv, routing
+            groups, _ = await rollouts.roll(trajectories, updates, cell=cell, after_s=UPDATE_AT * seconds)
+            cells[cell] = groups
             say(f"{on_update} {kv} {routing}: {sum(map(is_mixed, groups))} of {trajectories} resumed")
     return cells
 
@@ -180,21 +169,23 @@ def mismatch(rank: Any, batch: TrainingBatch, *, version: int) -> Mismatch:
     return Mismatch(np.concatenate(d), np.concatenate(of), batch.num_trajectories)
 
 
-def table(cells: Sequence[Cell], found: dict[int, list[Mismatch]], batches: Sequence[TrainingBatch]) -> str:
+def table(cells: Cells, found: dict[int, list[Mismatch]], batches: Sequence[TrainingBatch]) -> str:
     """A row per cell."""
     header = (
         *("on_update", "kv", "resume_routing", "resumed", "sequences"),
         *("k3 of A", "max abs d of A", "k3 of B", "max abs d of B", "tokens of B"),
     )
     rows: list[Sequence[str]] = []
-    for cell, before, after, batch in zip(cells, found[0], found[1], batches, strict=True):
-        mixed = sum(map(is_mixed, cell.groups))
+    for ((on_update, kv, routing), groups), before, after, batch in zip(
+        cells.items(), found[0], found[1], batches, strict=True
+    ):
+        mixed = sum(map(is_mixed, groups))
         rows.append(
             (
-                cell.on_update,
-                cell.kv if cell.on_update == "keep" else "",
-                cell.resume_routing,
-                f"{mixed / len(cell.groups):.0%}",
+                on_update,
+                kv if on_update == "keep" else "",
+                routing,
+                f"{mixed / len(groups):.0%}",
                 f"{len(batch) / max(1, mixed):.2f}",
                 *described(before),
                 *described(after),
@@ -208,20 +199,7 @@ def described(found: Mismatch) -> tuple[str, str]:
     """k3 with its interval, and the largest |d|."""
     if not len(found.d):
         return "none", "none"
-    k3: Interval = found.mean(found.k3)
-    return figure(k3), f"{np.abs(found.d).max():.2e}"
-
-
-def training_of_a(groups: Sequence[PromptGroup], config: RunConfig, *, update: int) -> TrainingBatch:
-    """The batch of groups that A sampled."""
-    heads = [head_of(group) for group in groups]
-    return training_batch(
-        heads,
-        [content_of(group) for group in groups],
-        advantages=batch_rewards(heads, config.advantage).advantages(),
-        current_update=update,
-        version_updates={0: 0},
-    )
+    return f"{found.mean(found.k3):.2e}", f"{np.abs(found.d).max():.2e}"
 
 
 def train_b(rank: Any, groups: Sequence[PromptGroup], config: RunConfig, *, updates: int) -> None:
@@ -229,40 +207,29 @@ def train_b(rank: Any, groups: Sequence[PromptGroup], config: RunConfig, *, upda
     size = len(groups) // updates
     for update in range(updates):
         part = groups[update * size : (update + 1) * size]
-        metrics = rank.train(training_of_a(part, config, update=update))
+        metrics = rank.train(batch_of(part, config, update=update))
         say(f"update {update + 1}: {metrics['tokens']:.0f} tokens, gradient norm {metrics['grad_norm']:.3f}")
 
 
 async def run(config: RunConfig, *, checkpoint: Path, folder: Path, task: Task, args: argparse.Namespace) -> str:
     """Roll, train, roll again, evaluate."""
-    rank = start_rank(config, checkpoint=checkpoint, optimizer=config.optimizer)
+    rank = start_rank(config.trainer, config.loss, checkpoint=checkpoint, optimizer=config.optimizer)
     replica = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
     try:
         rank.save(folder / "a")
-        first = rank.export(folder / "weights", version=0)
-        loop = task.build_loop(
-            engine=replica,
-            tokenizer=AutoTokenizer.from_pretrained(checkpoint),
-            sampling=config.rollout.sampling,
-            limits=config.rollout.limits,
-            gate=PauseGate(),
-        )
-        rollouter = Rollouter(
-            loop=loop,
-            routing=read_model_info(checkpoint).routing,
-            trajectories_per_group=config.rollout.trajectories_per_group,
-        )
+        first: WeightUpdate = rank.export(folder / "weights", version=0)
+        rollouts = Rollouts(config, replica=replica, task=task, checkpoint=checkpoint)
+        rollouter = rollouts.rollouter(config.rollout.trajectories_per_group, gate=PauseGate())
         per_update = config.rollout.groups_per_batch
         prompts = [task.train_prompt(i) for i in range(args.updates * per_update)]
         training = await roll_groups(rollouter, prompts, first_group=1 << 20, at_once=per_update)
         train_b(rank, training, config, updates=args.updates)
         rank.save(folder / "b")
-        second = rank.export(folder / "weights", version=1)
-        rollouts = Rollouts(config, replica=replica, task=task, checkpoint=checkpoint, updates=(first, second))
-        cells = await roll_all(rollouts, trajectories=args.trajectories)
+        second: WeightUpdate = rank.export(folder / "weights", version=1)
+        cells = await roll_all(rollouts, (first, second), trajectories=args.trajectories)
     finally:
         await replica.close()
-    batches = [tensors([g for g in cell.groups if is_mixed(g)], config) for cell in cells]
+    batches = [tensors([g for g in groups if is_mixed(g)], config) for groups in cells.values()]
     found: dict[int, list[Mismatch]] = {}
     for version, state in ((0, "a"), (1, "b")):
         rank.restore(folder / state)
@@ -271,23 +238,14 @@ async def run(config: RunConfig, *, checkpoint: Path, folder: Path, task: Task, 
     return table(cells, found, batches)
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line."""
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder of the task's model; default: warm start")
-    parser.add_argument("--trajectories", type=int, default=96, help="per cell, each of a prompt of its own")
+    parser.add_argument("--trajectories", type=int, default=96, help="of a cell, each of another prompt; at least 2")
     parser.add_argument("--updates", type=int, default=4, help="optimizer updates from A to B")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of engine and trainer")
-    args = parser.parse_args(arguments)
-    for name, least in (("trajectories", 2), ("updates", 1)):
-        if getattr(args, name) < least:
-            parser.error(f"--{name} is {getattr(args, name)}; must be >= {least}")
-    return args
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    args = parse(sys.argv[1:] if arguments is None else arguments)
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     config = load_config(
         [
@@ -303,10 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     task = build_task(config.task, seed=config.seed)
     with tempfile.TemporaryDirectory(prefix="async_rl-") as name:
         folder = Path(name)
-        checkpoint = args.checkpoint or find_warm_start(config.warm_start.cache)
-        if checkpoint is None:
-            float32 = replace(config, trainer=replace(config.trainer, dtype="float32"))
-            checkpoint = make_warm_start(float32, task=task, folder=folder)
+        checkpoint = args.checkpoint or warm_start(config, task=task, folder=folder)
         say(f"checkpoint {checkpoint}")
         found = asyncio.run(run(config, checkpoint=checkpoint, folder=folder, task=task, args=args))
     show(f"{args.engine}, {args.dtype}, {args.trajectories} trajectories per row, {args.updates} updates from A to B\n")

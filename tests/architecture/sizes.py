@@ -22,6 +22,10 @@ class Size:
     bound: float
     """Largest size that is accepted."""
 
+    @property
+    def is_over(self) -> bool:
+        return self.value > self.bound
+
 
 def sources(*folders: str) -> list[Path]:
     return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -45,12 +49,15 @@ def sizes() -> list[Size]:
     product = sources(*PACKAGES)
     queue, simulator = sources("message_queue"), sources("async_rl/simulator")
     found = classes(product)
+    benchmarks = sources("benchmarks")
     loose = [path for path in (ROOT / "async_rl").glob("*.py") if path.stem != "__init__"]
     return [
         Size("modules of message_queue", len(queue) - 1, 15),
         Size("lines of message_queue", lines(queue), 3600),
         Size("lines of the simulator", lines(simulator), 3000),
         Size("modules loose in async_rl", len(loose), 8),
+        Size("files of benchmarks", len(benchmarks), 16),
+        Size("lines of benchmarks", lines(benchmarks), 4000),
         Size("Protocols", sum(map(is_protocol, found)), 20),
         Size("classes per 1,000 lines", round(1000 * len(found) / lines(product), 1), 12),
         Size("test lines per product line", round(lines(sources("tests")) / lines(product), 2), 0.8),
@@ -59,4 +66,4 @@ def sizes() -> list[Size]:
 
 if __name__ == "__main__":
     for size in sizes():
-        print(f"{size.name:32}{size.value:10g}{size.bound:10g}{'' if size.value <= size.bound else '   over'}")  # noqa: T201
+        print(f"{size.name:32}{size.value:10g}{size.bound:10g}{'   over' if size.is_over else ''}")  # noqa: T201

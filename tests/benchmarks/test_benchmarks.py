@@ -1,11 +1,13 @@
-"""The arithmetic of the benchmarks: classes of tokens, intervals, budgets, ratios, and the order of measurements."""
+"""The arithmetic of the benchmarks: changed rows, intervals, ratios, and the order of measurements."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -18,19 +20,10 @@ from agent_loop.chat import Chat
 from agent_loop.loop import TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
-from agent_loop.programs.endpoint.turns import turn_reader
-from benchmarks import (
-    gateway,
-    queue_groups,
-    scale_processes,
-    simulated_scale,
-)
-from benchmarks.delta import adam_versions, change_entropy
-from benchmarks.lean_client import LeanClient
-from benchmarks.rollout_throughput import draw_budgets, take_turns
-from benchmarks.routing_mismatch import CHANGES, Stop, changed_rows, classify, ratio
-from benchmarks.support import Interval, Mismatch
-from benchmarks.train_steps import paired_ratio, time_in_turns
+from benchmarks import gateway, simulated_scale
+from benchmarks.equal_weights import Found, changed_rows, over_r3
+from benchmarks.publishes import adam_versions, change_entropy
+from benchmarks.support import Interval, Mismatch, in_turns, paired_ratio, time_in_turns
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from recipes.calculator.tokenizer import END_OF_TURN
 
@@ -44,8 +37,6 @@ for script in sys.argv[1:]:
     for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
         del sys.modules[name]
 """
-
-NONE, CONTEXT, OWN = (CHANGES.index(name) for name in ("none", "context", "own"))
 
 
 def test_every_benchmark_finds_its_imports_when_run_by_its_path(tmp_path):
@@ -64,14 +55,6 @@ def test_changed_rows_are_sets_of_experts_in_any_order():
     engine = np.array([[[1, 2]], [[3, 4]], [[5, 6]], [[-1, -1]]], np.int16)
     live = np.array([[[2, 1]], [[3, 5]], [[5, 6]], [[0, 7]]], np.int16)
     assert changed_rows(engine, live)[:, 0].tolist() == [False, True, False, False]
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12))
-def test_a_changed_row_touches_the_next_token_and_later_ones_as_context(changed):
-    found = classify(np.array(changed), np.arange(len(changed))).tolist()
-    first = changed.index(True) if True in changed else len(changed)
-    expected = [OWN if changed[place - 1] else CONTEXT for place in range(first + 1, len(changed))]
-    assert found == [NONE] * min(first + 1, len(changed)) + expected
 
 
 def test_an_interval_holds_the_mean_and_narrows_with_more_trajectories():
@@ -100,7 +83,7 @@ def test_draws_without_a_token_do_not_enter_the_interval():
 
 def test_the_mismatch_ratio_of_equal_evaluations_is_one_in_every_draw():
     same = Mismatch(np.array([0.1, -0.2, 0.3, 0.05]), np.array([0, 0, 1, 1]), 2)
-    found = ratio(Stop(3, same, same, Interval(0.5, 0.4, 0.6), np.array([NONE] * 4)))
+    found = over_r3(Found(1, {"R2": same, "R3": same}, {}), "R2")
     assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
 
 
@@ -111,28 +94,12 @@ def test_k3_is_exact_for_tiny_differences():
 # ---- loads
 
 
-@given(st.integers(1, 60), st.integers(1, 300), st.floats(0, 0.99))
-def test_budgets_stay_in_their_range_and_are_equal_without_spread(requests, tokens, spread):
-    budgets = draw_budgets(requests, tokens=tokens, spread=spread)
-    assert len(budgets) == requests
-    assert all(b >= 1 and tokens * (1 - spread) - 1 <= b <= tokens * (1 + spread) + 1 for b in budgets)
-    assert set(draw_budgets(requests, tokens=tokens, spread=0.0)) == {tokens}
+def test_an_interval_is_written_with_its_ends():
+    assert f"{Interval(0.5, 0.25, 1):.2f}" == "0.50 [0.25, 1.00]"
 
 
-async def test_ways_take_turns_after_a_round_that_does_not_count():
-    order = []
-
-    def way(name):
-        async def run(burst):
-            order.append((name, burst))
-            return 10
-
-        return run
-
-    found = await take_turns({name: way(name) for name in ("a b", "c")}, rounds=2, clock=None)
-    assert [name for name, _ in order] == ["c", "a b", "a b", "c", "c", "a b"]
-    assert len({burst for _, burst in order}) == 6, "a name of its own for each burst, or caches would serve it"
-    assert [(len(r.tokens_per_s), r.tokens) for r in found.values()] == [(2, 20), (2, 20)]
+def test_ways_take_turns_after_a_round_that_does_not_count():
+    assert [*in_turns("ab", rounds=2)] == [(-1, "b"), (-1, "a"), (0, "a"), (0, "b"), (1, "b"), (1, "a")]
 
 
 def test_train_steps_take_turns_after_a_round_that_does_not_count():
@@ -140,6 +107,12 @@ def test_train_steps_take_turns_after_a_round_that_does_not_count():
     taken = time_in_turns({name: lambda n=name: order.append(n) for name in "abc"}, rounds=3)
     assert "".join(order) == "cab" + "abc" + "bca" + "cab"
     assert all(len(of_one.wall) == len(of_one.cpu) == 3 for of_one in taken.values())
+
+
+def test_the_end_of_a_step_is_not_timed():
+    order = []
+    time_in_turns({"a": lambda: lambda: order.append("end"), "b": lambda: order.append("b")}, rounds=1)
+    assert order == ["b", "end", "end", "b"]
 
 
 @given(st.lists(st.floats(0.5, 2), min_size=1, max_size=9))
@@ -151,21 +124,6 @@ def test_a_paired_ratio_is_the_median_of_those_of_the_rounds(ratios):
 
 
 # ---- scale
-
-
-@pytest.mark.parametrize("policy", ["wait", "drop"])
-async def test_the_queue_of_the_cost_benchmark_holds_live_groups_only(policy):
-    driver = queue_groups.Driver(policy=policy)
-    first, later = await driver.run_to(1000), await driver.run_to(5000)
-    held = (2 + queue_groups.SAVE_EVERY) * queue_groups.BATCH
-    assert first.live <= held and later.live <= held
-    assert max(first.state_bytes / first.live, later.state_bytes / later.live) < 200
-
-
-def test_the_percentile_of_a_lag_is_of_samples_in_the_windows():
-    samples = np.array([[t, t / 1e3, 0.0] for t in range(1000)])
-    assert scale_processes.percentile(samples, [(0, 100), (200, 300)], column=1) == pytest.approx(298, abs=2)
-    assert np.isnan(scale_processes.percentile(samples, [(5000, 6000)], column=1))
 
 
 @pytest.mark.parametrize("deaths", [(1, 1), (3, 0)])
@@ -224,23 +182,19 @@ class WordEngine:
 
 
 async def test_gateway_ways_give_the_engine_the_same_work():
-    tokenizer = gateway.word_tokenizer()
-    chat = Chat(tokenizer, end_of_turn=END_OF_TURN)
+    chat = Chat(gateway.word_tokenizer(), end_of_turn=END_OF_TURN)
     engine = gateway.ForcedTurns(WordEngine(), end=chat.stop_token_ids[0])
-    ways = gateway.Ways(
-        engine,
-        chat=chat,
-        read=turn_reader(tokenizer, family="qwen3_moe"),
-        routing=RoutingSpec(layers=(0, 1, 2), num_experts=8, top_k=2),
-        limits=TurnLimits(max_turns=3, max_tokens=gateway.MAX_TOKENS),
-    )
+    routing = RoutingSpec(layers=(0, 1, 2), num_experts=8, top_k=2)
+    limits = TurnLimits(max_turns=3, max_tokens=gateway.MAX_TOKENS)
+    session = partial(gateway.session_of, engine, chat, routing, limits)
     load = gateway.draw(chat, sessions=4, calls=3, tokens=8, seed=0)
-    client, served = await LeanClient.start(), Sessions(EndpointConfig())
+    served = Sessions(EndpointConfig())
     try:
-        for number, way in enumerate((ways.bare, ways.sessions, partial(ways.http, served=served, client=client))):
-            done = engine.work.copy()
-            await way(load, f"{number}")
-            assert (engine.work - done).tolist() == [*load.work]
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as client:
+            ways = (partial(gateway.bare, engine), partial(gateway.over_http, session, served, client))
+            for number, way in enumerate(ways):
+                done = engine.work.copy()
+                await way(load, f"{number}")
+                assert (engine.work - done).tolist() == [*load.work]
     finally:
         await served.close()
-        await client.close()

@@ -229,7 +229,7 @@ def test_arguments_and_programs_that_do_not_exist_are_noticed(check):
         with pytest.raises(AssertionError):
             check(shlex.split(command))
     with pytest.raises(SystemExit):
-        check(["python", "benchmarks/delta.py", "--nothing"])
+        check(["python", "benchmarks/publishes.py", "--nothing"])
 
 
 def test_the_environment_of_the_tests_is_left_as_it_was(check):

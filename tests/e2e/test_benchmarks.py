@@ -1,4 +1,4 @@
-"""Benchmarks use the inside of a real trainer as the trainer does; scale runs on real processes."""
+"""Benchmarks use the inside of a real trainer as the trainer does."""
 
 from dataclasses import replace
 
@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from async_rl.run import main
-from benchmarks import gpu_runs, gpu_training, packing, replay_overhead, scale
-from benchmarks.equal_weights import compare, table
-from benchmarks.routing_mismatch import evaluate
+from benchmarks import gpu_runs, gpu_training
+from benchmarks import trainer as steps
+from benchmarks.equal_weights import compare, evaluate, table
 from benchmarks.support import trainers_side_by_side
-from benchmarks.train_throughput import ADAM, bare_step, build_micro_batches
 from tests.parallel.support import TRAINER, make_batch, start_trainer, training_batch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,23 +33,24 @@ def test_the_evaluations_of_router_replay_are_those_of_the_trainer(checkpoint):
 
 
 def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
-    from async_rl.trainer.state.optimizer import Optimizer
+    from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
 
     trainer = start_trainer(checkpoint)
-    micro_batches = build_micro_batches(trainer, training_batch_of(make_batch()), TRAINER)
+    micro_batches = steps.build_micro_batches(trainer, training_batch_of(make_batch()), TRAINER)
     before = [parameter.clone() for parameter in trainer.model.wrapped[0].parameters()]
-    bare_step(trainer, Optimizer(trainer.model.wrapped, config=ADAM, trainer=TRAINER), micro_batches)
+    optimizer = Optimizer(trainer.model.wrapped, config=OptimizerConfig(lr=1e-6), trainer=TRAINER)
+    steps.bare_step(trainer, optimizer, micro_batches)
     after = trainer.model.wrapped[0].parameters()
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     trainer.close()
 
 
 def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
-    ways = replay_overhead.variants(threads=1, tokens=64)
-    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=replay_overhead.ADAM) as trainers:
-        rows = replay_overhead.compare("tiny", trainers, training_batch_of(make_batch()), rounds=2)
-    assert [row[2] for row in rows] == ["R3 against none", "R2 against none, recording pass"]
-    assert {row[-1] for row in rows} == {"100.0%"}
+    ways = steps.replay_ways(threads=1, tokens=64)
+    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=steps.ADAM) as trainers:
+        rows = [*steps.compare_replay("tiny", trainers, training_batch_of(make_batch()), rounds=2)]
+    assert [row[:2] for row in rows] == [("R3", "no replay"), ("R2", "no replay, recording pass")]
+    assert {row[-1] for row in rows} == {"tiny, rows as the live router 100.0%"}
 
 
 def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint):
@@ -61,26 +61,9 @@ def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint):
     trainer.close()
     real, computed = sum(int((index >= 0).sum()) for index in rows), sum(len(index) for index in rows)
     lengths = batch.lengths.tolist()
-    assert packing.real_share(lengths, max_tokens=config.micro_batch_tokens) == real / computed < 1
-    row = packing.compare(checkpoint, batch, config, rounds=2)
-    assert row[0] == f"6, {real}" and f"{real / computed:.3f}" in row
-
-
-def test_sequences_in_arrival_order_are_padded_to_the_longest():
-    assert packing.share_in_arrival_order([4, 2, 3, 1], max_tokens=8) == 10 / (2 * 4 + 2 * 3)
-    assert packing.share_in_arrival_order([9, 1], max_tokens=8) == 1.0
-    lengths = packing.long_tailed_lengths(1000)
-    assert packing.MEDIAN * 0.9 < sorted(lengths)[500] < packing.MEDIAN * 1.1 and max(lengths) > 8 * packing.MEDIAN
-
-
-def test_scale_goes_through_the_processes_of_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PYTHONPATH", "")
-    size = ["--in-flight", str(scale.BATCH), "--workers", "2", "--tokens", "32", "64"]
-    scale.main([*size, "--steps", "1", "--directory", str(tmp_path)])
-    seen = capsys.readouterr()
-    rows = [line.split("|")[1:4] for line in seen.out.splitlines() if line.startswith(f"| {scale.BATCH} ")]
-    assert [[int(cell) for cell in row] for row in rows] == 2 * [[scale.BATCH, 2, 32], [scale.BATCH, 2, 64]]
-    assert "nan" not in seen.out
+    assert steps.real_share(lengths, max_tokens=config.micro_batch_tokens) == real / computed < 1
+    (row,) = steps.pack("tiny", checkpoint, batch, config, rounds=2)
+    assert row[:2] == ("tiny, padded", "tiny, packed") and f"real tokens {real / computed:.3f}" in row[-1]
 
 
 def test_whole_runs_of_one_gpu_run_on_the_cpu(tmp_path):

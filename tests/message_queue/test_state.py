@@ -1,5 +1,6 @@
 """QueueState against a slow model, and its ledger."""
 
+import asyncio
 from collections import Counter
 
 import msgspec
@@ -10,8 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from message_queue.contract import Admission, QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Loaded, Published, Ready, Taken, Trained
+from message_queue.journal import EventJournal
+from message_queue.queue import TrajectoryQueue
 from message_queue.state import QueueState, StoredState
 from tests.helpers.groups import head_for
+from tests.helpers.queue_runs import policy_of
 
 
 def admission_of(group, *, prompt=0):
@@ -192,3 +196,42 @@ def test_a_replay_batch_is_taken_before_any_other():
         state.apply(Taken(groups=(0, 1), update=0, masked=(0, 0)))
     state.apply(Taken(groups=(2, 0), update=0, masked=(0, 0)))
     assert (list(state.taken), list(state.replay)) == ([2, 0], [])
+
+
+class Sizes(EventJournal):
+    """Measures stored states, and stores nothing."""
+
+    def __init__(self):
+        self.groups = self.num_bytes = 0
+
+    def record(self, events):
+        written = asyncio.get_running_loop().create_future()
+        written.set_result(None)
+        return written
+
+    def rebase(self, state):
+        self.groups, self.num_bytes = len(state.groups), len(msgspec.msgpack.encode(state))
+        return self.record(())
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+async def test_a_stored_state_holds_live_groups_only_however_many_have_passed(policy):
+    batch, save_every, seen = 16, 4, []
+    journal = Sizes()
+    queue = TrajectoryQueue(policy_of(s=2, b=batch, policy=policy, p=1, max_requeues=3), journal=journal)
+    admitted = [await queue.admit(prompt) for prompt in range(2 * batch)]
+    for step in range(1, 100 * save_every + 1):
+        for admission in admitted[:batch]:
+            await queue.put(head_for(admission))
+        admitted = admitted[batch:]
+        taken = await queue.take()
+        await queue.trained([head.group for head in taken.groups], train_step=step)
+        await queue.publish(step, update=step)
+        await queue.loaded(step)
+        if step % save_every == 0:
+            await queue.checkpointed(step)
+            seen.append((journal.groups, journal.num_bytes))
+        admitted += [await queue.admit((step + 1) * batch + number) for number in range(batch)]
+    assert all(groups <= (2 + save_every) * batch for groups, _ in seen)
+    assert max(num_bytes / groups for groups, num_bytes in seen[1:]) < 200
+    assert (await queue.snapshot()).ledger.error == 0

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from async_rl.weights.delta import DeltaError, decode, encode
 from async_rl.weights.digest import WeightsDigest
-from benchmarks.delta import adam_versions, change_entropy
+from benchmarks.publishes import adam_versions, change_entropy
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
 DTYPES = [*FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64]
