@@ -33,7 +33,7 @@ TINY = (
     *("optimizer.lr=1e-6", "optimizer.min_lr=0", "checkpoint.every=100"),
 )
 NAMES = (
-    *("ray::ReplicaHost", "VLLM::EngineCore", "ray::TrainerActor", "ray::RolloutHost", "ray::QueueHost"),
+    *("ray::ReplicaHost", "VLLM::EngineCore", "ray::TrainerHost", "ray::RolloutHost", "ray::QueueHost"),
     *("raylet", "gcs_server", "async_rl.run"),
 )
 MB = 1 << 20

@@ -40,7 +40,7 @@ import ray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.cluster.actors import QueueActor
+from async_rl.cluster.queue import QueueActor
 from benchmarks.queue_ways import (
     AT_ONCE,
     BATCH,

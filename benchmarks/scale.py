@@ -42,10 +42,11 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.cluster.actors import MAX_ROLLOUTS, make_collections_rare, start_ray
-from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
-from async_rl.cluster.queue_client import QueueClient, start_queue
-from async_rl.cluster.rollout_workers import WorkerClient, addresses
+from async_rl.cluster.placement import start_ray
+from async_rl.cluster.queue import QueueClient
+from async_rl.cluster.replica import ReplicaAddress, ReplicaClient
+from async_rl.cluster.worker import MAX_ROLLOUTS, WorkerClient
+from async_rl.compat.garbage import make_collections_rare
 from async_rl.config import ClusterConfig, RunConfig, load_config
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
@@ -131,15 +132,7 @@ class QueueOfSize:
         self._config = config
 
     async def start_queue(self) -> QueueClient:
-        config = self._config
-        return start_queue(
-            batch_groups=config.rollout.groups_per_batch,
-            staleness=config.staleness,
-            max_ready=config.queue.max_ready,
-            updates_per_batch=1,
-            timeout_s=config.queue.timeout_s,
-            options={"num_cpus": 0},
-        )
+        return QueueClient.start(self._config, options={"num_cpus": 0})
 
     async def replace_trainer(self, lost: FakeTrainer) -> FakeTrainer:
         raise RuntimeError("the fake trainer is lost")
@@ -176,7 +169,7 @@ async def start_parts(
         for i, host in enumerate(hosts)
     ]
     served = [
-        host.serve.remote(
+        host.serve_scripted.remote(
             replica.name,
             routing=routing,
             stop_token=task.stop_token_ids[0],
@@ -188,7 +181,7 @@ async def start_parts(
     hosts_of_workers = [actor(MeteredRolloutHost, max_concurrency=MAX_ROLLOUTS) for _ in range(num_workers)]
     names = [f"worker-{i}" for i in range(num_workers)]
     started = [
-        host.start.remote(config, name=name, checkpoint=checkpoint, replicas=addresses(replicas))
+        host.start.remote(config, name=name, checkpoint=checkpoint, replicas=replicas)
         for host, name in zip(hosts_of_workers, names, strict=True)
     ]
     rank, idle = actor(FakeRank), actor(IdleHost, max_concurrency=4)
@@ -219,7 +212,7 @@ class Steps:
     def __init__(self, parts: Parts, size: Size, *, meter: LagMeter) -> None:
         self._hosts = [replica.address.actor for replica in parts.replicas]
         workers = parts.workers[: size.workers]
-        self._metered: dict[str, Any] = {w.name: w._actor for w in workers}  # pyright: ignore[reportPrivateUsage]
+        self._metered: dict[str, Any] = {w.name: w.actor for w in workers}
         self._idle = parts.idle
         self._trainer = parts.trainer
         self._size = size

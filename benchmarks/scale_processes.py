@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.timeline import TimeSpan
-from async_rl.cluster.actors import ReplicaHost, RolloutHost
-from async_rl.cluster.clients import TrainerClient
+from async_rl.cluster.replica import ReplicaHost
+from async_rl.cluster.trainer import TrainerClient
+from async_rl.cluster.worker import RolloutHost
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.trainer.planning import BatchPlan
@@ -184,10 +185,10 @@ class ScriptedReplica:
 class ScriptedReplicaHost(ReplicaHost):
     """The process of a replica, with a fake one."""
 
-    async def serve(self, name: str, **options: Any) -> None:
+    async def serve_scripted(self, name: str, **options: Any) -> None:
         """options: of ScriptedReplica."""
         self._replica = ScriptedReplica(name, **options)
-        self._serve(self._replica)
+        self.serve(cast(Any, self._replica))
 
     async def begin(self, *, tokens: int) -> None:
         self._replica.begin(tokens=tokens)
@@ -203,7 +204,7 @@ class ScriptedReplicaHost(ReplicaHost):
 class FakeRank:
     """A trainer rank that fetches the content of its batch and makes no gradient."""
 
-    def train(self, plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
+    def call(self, _method: str, _plan: BatchPlan, contents: Sequence[Any]) -> tuple[dict[str, float], list[TimeSpan]]:
         for group in ray.get(list(contents)):
             for trajectory in group:
                 for sequence in trajectory:
@@ -220,21 +221,17 @@ class FakeTrainer(TrainerClient):
     exported: asyncio.Event
     exported_at = 0.0
 
-    async def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate:
-        self.exported_at = time.monotonic()
+    async def call(self, method: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
+        if method.__name__ != "export":
+            return None
+        self.exported_at, version = time.monotonic(), options["version"]
         self.exported.set()
-        return WeightUpdate(path=Path(directory) / f"weights-{version}", weights=WeightVersion(version, DIGEST))
-
-    async def snapshot_weights(self) -> None: ...
+        return WeightUpdate(path=Path(args[0]) / f"weights-{version}", weights=WeightVersion(version, DIGEST))
 
     async def save(self, directory: Path) -> None:
         directory.mkdir()  # noqa: ASYNC240 - one call
 
     async def saved(self) -> None: ...
-
-    async def restore(self, directory: Path) -> None: ...
-
-    async def save_pretrained(self, folder: Path, *, like: Path) -> None: ...
 
 
 def percentile(samples: NDArray[np.float64], windows: Sequence[tuple[float, float]], *, column: int) -> float:

@@ -27,7 +27,7 @@ from agent_loop.conversation import ChatRequest
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from agent_loop.loop import Message, TurnLimits
 from agent_loop.session import AgentSession
-from async_rl.cluster.actors import make_collections_rare
+from async_rl.compat.garbage import make_collections_rare
 from async_rl.endpoint.config import EndpointConfig
 from async_rl.endpoint.host import Sessions
 from async_rl.endpoint.turns import turn_reader

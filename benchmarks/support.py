@@ -17,6 +17,7 @@ from agent_loop.loop import Prompt
 from agent_loop.tools import PauseGate
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start
+from async_rl.inference.stub import InProcess
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.task import Task
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -151,7 +152,7 @@ def _start(variant: Variant, *, checkpoint: Path, optimizer: OptimizerConfig) ->
     )
 
 
-class LocalTrainer:
+class LocalTrainer(InProcess):
     """A trainer rank of this process as the warm start wants it."""
 
     def __init__(self, rank: Any) -> None:
