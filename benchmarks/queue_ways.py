@@ -15,8 +15,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from async_rl.cluster.batching import BatchingClient, BatchingServer, Call, Reply
 from async_rl.cluster.queue import REFUSALS, QueueUnavailable
-from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
 from async_rl.rollout.recorded import StoredRolloutLog
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission, Batch

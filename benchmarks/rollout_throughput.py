@@ -319,8 +319,8 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
                 if profile:
                     ways["handle only"] = through_handle
                     pids = {
-                        "worker": await worker.pid(),
-                        "replica": await replica.pid(),
+                        "worker": await worker.pid(timeout_s=60),
+                        "replica": await replica.pid(timeout_s=60),
                         "bare": await bare.pid.remote(),
                     }
                     clock = CpuClock(pids)

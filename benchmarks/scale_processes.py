@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.timeline import TimeSpan
-from async_rl.cluster.replica import ReplicaHost
+from async_rl.cluster.replica import REFUSALS, ReplicaHost
 from async_rl.cluster.trainer import TrainerClient
 from async_rl.cluster.worker import RolloutHost
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
@@ -188,7 +188,7 @@ class ScriptedReplicaHost(ReplicaHost):
     async def serve_scripted(self, name: str, **options: Any) -> None:
         """options: of ScriptedReplica."""
         self._replica = ScriptedReplica(name, **options)
-        self.serve(cast(Any, self._replica))
+        self.serve(self._replica, refusals=REFUSALS)
 
     async def begin(self, *, tokens: int) -> None:
         self._replica.begin(tokens=tokens)

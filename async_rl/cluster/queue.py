@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
-from async_rl.cluster.rpc import ActorClient, BatchingClient, BatchingServer, Call, Host, Reply
+from async_rl.cluster.batching import BatchingClient, ServingHost
+from async_rl.cluster.rpc import ActorClient
 from message_queue.contract import QueueError
 from message_queue.disk_errors import JournalError
 from message_queue.journal import EventJournal
@@ -32,7 +33,7 @@ class QueueUnavailable(RuntimeError):
     """The process of the queue is dead or silent; names the waiting call and the bound."""
 
 
-class QueueHost(Host):
+class QueueHost(ServingHost):
     """A queue with its journal, called through `BatchingClient`. Runs in one event loop.
 
     Args:
@@ -53,7 +54,6 @@ class QueueHost(Host):
         self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
         self._max_ready = max_ready
         self._journal: EventJournal | None = None
-        self._server: BatchingServer[TrajectoryQueue] | None = None
         self.queue: TrajectoryQueue | None = None
 
     async def open(self, place: JournalPlace) -> Restored:
@@ -66,26 +66,13 @@ class QueueHost(Host):
         if self._journal is not None:
             raise QueueError("the queue has opened its journal before")
         self.queue, self._journal, restored = await open_queue(place, policy=self._policy, max_ready=self._max_ready)
-        self._server = BatchingServer(self.queue, refusals=REFUSALS)
+        self.serve(self.queue, refusals=REFUSALS)
         return restored
 
     async def close_journal(self) -> None:
         """Store waiting records and release the journal; nothing is recorded afterwards. Idempotent."""
         if self._journal is not None:
             await self._journal.close()
-
-    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._opened().exchange(client, calls, cancelled)
-
-    async def collect(self, client: str) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._opened().collect(client)
-
-    def _opened(self) -> BatchingServer[TrajectoryQueue]:
-        if self._server is None:
-            raise QueueError("the queue has no journal yet; call open first")
-        return self._server
 
 
 QueueActor = cast(Any, ray.remote)(QueueHost)
@@ -158,7 +145,3 @@ class QueueClient(ActorClient):
     async def closing_records(self) -> list[LedgerRecord | LedgerTotal]:
         """Ledger records since the last call of `drain_records`, the groups that are open, and the total."""
         return await self.call(TrajectoryQueue.closing_records, self._num_received)
-
-    async def pid(self, *, timeout_s: float) -> int:
-        """Process id, once the process runs."""
-        return await self.answer("pid", self.actor.pid.remote(), timeout_s=timeout_s)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from agent_loop.engine import EngineError, ReplicaLostError
+from async_rl.cluster.batching import BatchingClient, ServingHost
 from async_rl.cluster.follower import open_store, start_followers, store_of_node
-from async_rl.cluster.rpc import ActorClient, BatchingClient, BatchingServer, Call, Host, Reply
+from async_rl.cluster.rpc import ActorClient
 from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.inference.nodes import NodePlace, reserve_ports
 from async_rl.inference.replica import EngineReplica
@@ -24,15 +25,17 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+REFUSALS = (EngineError,)
+"""Errors that reach a caller of a replica unchanged."""
 
 
-class ReplicaHost(Host):
+class ReplicaHost(ServingHost):
     """A replica in its process, called through `BatchingClient`. Runs in one event loop."""
 
     async def start(
         self, config: RunConfig, *, name: str, checkpoint: Path, store: Path | None, followers: Sequence[dict[str, Any]]
-    ) -> None:
-        """Start the engine, before any other call.
+    ) -> str:
+        """Start the engine, before any other call; returns the id of the node in the Ray cluster.
 
         Args:
             store: see `ReplicaClient.start`.
@@ -57,7 +60,8 @@ class ReplicaHost(Host):
         make_collections_rare()
         if store is not None:
             replica.store = open_store(store_of_node(store), host=ray.util.get_node_ip_address())
-        self.serve(replica)
+        self.serve(replica, refusals=REFUSALS)
+        return ray.get_runtime_context().get_node_id()
 
     async def _start_over_nodes(
         self,
@@ -86,25 +90,9 @@ class ReplicaHost(Host):
         self._ends = ends  # the event loop itself keeps no task alive
         return replica
 
-    def serve(self, replica: EngineReplica[Any]) -> None:
-        """Take calls for a replica."""
-        self._server = BatchingServer(replica, refusals=(EngineError,))
-
-    async def node(self) -> str:
-        """Id of the node in the Ray cluster."""
-        return ray.get_runtime_context().get_node_id()
-
-    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._server.exchange(client, calls, cancelled)
-
-    async def collect(self, client: str) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._server.collect(client)
-
     async def forget_client(self, client: str) -> None:
         """Abort the requests of a client that died; they are gone from the engine when this returns."""
-        if calls := self._server.forget_client(client):
+        if calls := self._serving().forget_client(client):
             await asyncio.wait(calls)
 
 
@@ -195,8 +183,8 @@ class ReplicaClient(ActorClient):
         client = cls(ReplicaAddress(actor=actor, name=name, timeout_s=engine.load_timeout_s, log=log))
         started = actor.start.remote(config, name=name, checkpoint=checkpoint, store=store, followers=followers)
         try:
-            await client.answer("start", started, timeout_s=engine.start_timeout_s + engine.load_timeout_s)
-            client.node = await client.answer("node", actor.node.remote(), timeout_s=engine.start_timeout_s)
+            bound = engine.start_timeout_s + engine.load_timeout_s
+            client.node = await client.answer("start", started, timeout_s=bound)
         except BaseException:
             client.kill()  # it holds the place of the next one
             raise
@@ -220,10 +208,6 @@ class ReplicaClient(ActorClient):
         except Exception as cause:
             last_line = str(cause).rstrip().rpartition("\n")[2]  # of a traceback: the error
             raise EngineError(f"{self.name}: {method.__name__} failed: {last_line}") from cause
-
-    async def pid(self) -> int:
-        """Process id of the actor."""
-        return await self.answer("pid", self.actor.pid.remote(), timeout_s=self.address.timeout_s)
 
     async def forget_client(self, client: str) -> None:
         """Abort the requests of a client that died; they are gone from the engine when this returns."""

@@ -55,10 +55,6 @@ class TrainerHost:
     def __init__(self, *, log: Path | None = None) -> None:
         open_log(log)
 
-    def pid(self) -> int:
-        """Process id of this process."""
-        return os.getpid()
-
     def open_rendezvous(self) -> str:
         """host:port on this node at which ranks can meet while this actor lives."""
         with no_collections():
@@ -67,8 +63,8 @@ class TrainerHost:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, config: RunConfig, *, checkpoint: Path, rank: int, rendezvous: str) -> None:
-        """Build the rank; the first one writes the recorded rollouts of each batch."""
+    def start(self, config: RunConfig, *, checkpoint: Path, rank: int, rendezvous: str) -> int:
+        """Build the rank, of which the first one writes the recorded rollouts of each batch; returns the process id."""
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
 
@@ -94,6 +90,7 @@ class TrainerHost:
                 direct=sync.backend if sync.route == "direct" else None,
                 recorder=recorder,
             )
+        return os.getpid()
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[Any, list[TimeSpan]]:
         """Result of a method of this class, else of the rank; and the time spans that ended since the last call."""
@@ -133,6 +130,7 @@ class TrainerHost:
         return replace(plan, batch=replace(plan.batch, contents=here))
 
 
+_HERE = cast(Any, TrainerHost)  # whose methods take the place of those of the rank
 TrainerActor = cast(Any, ray.remote)(concurrency_groups={"save": 1})(TrainerHost)
 
 
@@ -209,8 +207,7 @@ class TrainerClient:
             (rendezvous,) = await client._all("open_rendezvous", [actors[0].open_rendezvous.remote()], failed=failed)
             meeting = {"checkpoint": checkpoint, "rendezvous": rendezvous}
             starts = [actor.start.remote(config, rank=rank, **meeting) for rank, actor in enumerate(actors)]
-            await client._all("start", starts, failed=failed)
-            client.pids = await client._all("pid", [actor.pid.remote() for actor in actors])
+            client.pids = await client._all("start", starts, failed=failed)
         except BaseException:
             client.kill()  # the ranks that started hold the places of the next ones
             raise
@@ -218,15 +215,17 @@ class TrainerClient:
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
         """One batch; see TrainerRank.train. Each rank fetches the content of the groups of its sequences."""
-        return await self._send("train", *await asyncio.to_thread(_stored, self._planner.policy, batch))
+        return await self.call(_HERE.train, *await asyncio.to_thread(_stored, self._planner.policy, batch))
 
     async def train_supervised(self, batch: TrainingBatch) -> dict[str, float]:
         """One supervised step; see TrainerRank.train_supervised."""
-        return await self._send("train_supervised", *await asyncio.to_thread(_stored, self._planner.supervised, batch))
+        return await self.call(
+            _HERE.train_supervised, *await asyncio.to_thread(_stored, self._planner.supervised, batch)
+        )
 
     async def save(self, directory: Path) -> None:
         """Copy the state of all ranks, and start to write it; see TrainerRank.save."""
-        await self._send("save", directory)
+        await self.call(_HERE.save, directory)
         self._saving = directory
 
     async def saved(self) -> None:
@@ -239,8 +238,12 @@ class TrainerClient:
         await asyncio.to_thread(_require_complete, self._saving)
 
     async def call(self, method: Callable[Concatenate[TrainerRank, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call every rank; the answer of rank 0."""
-        return await self._send(method.__name__, *args, **kwargs)
+        """Call every rank; the answer of rank 0. The time spans of all go into the trace."""
+        name = method.__name__
+        answers = await self._all(name, [rank.actor.call.remote(name, *args, **kwargs) for rank in self._ranks])
+        for rank, (_, spans) in enumerate(answers):
+            self._trace.add(f"trainer-{rank}", spans)
+        return answers[0][0]
 
     async def close(self, *, timeout_s: float, remove_updates: Path | str | None = None) -> None:
         """Close every rank, after `remove_updates` if given; a rank that does not answer is killed."""
@@ -256,14 +259,6 @@ class TrainerClient:
         """End the processes of all ranks."""
         for rank in self._ranks:
             rank.kill()
-
-    async def _send(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer of rank 0 to a call of every rank; the time spans of all go into the trace."""
-        sent = [rank.actor.call.remote(method, *args, **kwargs) for rank in self._ranks]
-        answers = await self._all(method, sent)
-        for rank, (_, spans) in enumerate(answers):
-            self._trace.add(f"trainer-{rank}", spans)
-        return answers[0][0]
 
     async def _all(self, what: str, refs: Sequence[Ref[T]], *, failed: type[Exception] | None = None) -> list[T]:
         """Answers of all ranks; the first failure is raised at once, though other ranks may still wait for it."""

@@ -183,10 +183,6 @@ class WorkerClient(ActorClient):
             self.actor.call.remote(RolloutWorker.stop.__name__, admission.group)
             raise
 
-    async def pid(self) -> int:
-        """Process id of the actor."""
-        return await self.answer("pid", self.actor.pid.remote(), timeout_s=self._timeout_s)
-
     async def close(self, *, timeout_s: float) -> None:
         """End the rollouts of a worker that answers, then the process; returns once it is dead."""
         try:

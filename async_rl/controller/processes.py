@@ -293,7 +293,7 @@ class Processes:
             store=self._store,
         )
         self._engine_ends.append(self._closing(replica.close))
-        self._name({name: await replica.pid()})
+        self._name({name: await replica.pid(timeout_s=self._config.engine.load_timeout_s)})
         return replica
 
     def _create_worker(self, *, slot: int, name: str) -> WorkerClient:
@@ -305,7 +305,7 @@ class Processes:
         replicas = [member.replica for member in await self._pool.serving()]
         await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas)
         self._worker_ends.append(self._closing(worker.close))
-        self._name({worker.name: await worker.pid()})
+        self._name({worker.name: await worker.pid(timeout_s=self._config.cluster.call_timeout_s)})
 
     async def _close(self) -> None:
         """Close all; workers first, because their rollouts end on the replicas."""

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import EngineError
 from async_rl.cluster.queue import QueueClient, QueueHost
-from async_rl.cluster.replica import ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
 from async_rl.cluster.worker import RolloutHost, WorkerClient
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
-from async_rl.inference.replica import EngineReplica
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
@@ -182,7 +181,7 @@ class Run:
     def _replica(self, slot: int, name: str) -> ReplicaClient:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
-        host.serve(cast(EngineReplica[Any], Observed(replica)))
+        host.serve(Observed(replica), refusals=REFUSALS)
         return ReplicaClient(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:

@@ -192,6 +192,6 @@ async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first
         await served.update_in_flight(2)
         await served.check(2)
         assert [path.name for path in served.stores] == ["weights-2"] * NODES
-        leader = psutil.Process(await served.replica.pid())
+        leader = psutil.Process(await served.replica.pid(timeout_s=60))
         leader.kill()
         await until_none(tmp_path)

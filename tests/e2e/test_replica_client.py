@@ -20,7 +20,7 @@ import ray
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.placement import start_ray
-from async_rl.cluster.replica import ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
 from async_rl.cluster.trainer import TrainerActor
 from async_rl.cluster.worker import WorkerClient
 from async_rl.config import ClusterConfig
@@ -56,7 +56,7 @@ class FakeHost(ReplicaHost):
                     return None
 
         self._engine = ClosableEngine(lambda _ids: 7, token_s=token_s, fail=fail)
-        self.serve(cast(EngineReplica[Any], self._engine))
+        self.serve(self._engine, refusals=REFUSALS)
 
     async def in_flight(self) -> int:
         return self._engine.in_flight
@@ -183,7 +183,7 @@ async def test_a_caller_that_ends_takes_its_request_out_of_the_engine(cluster: N
 
 async def test_close_of_a_stopped_process_returns_in_time(cluster: None):
     replica, _ = await fake_replica()
-    process = psutil.Process(await replica.pid())
+    process = psutil.Process(await replica.pid(timeout_s=20.0))
     process.suspend()
     with pytest.raises(TimeoutError):
         await replica.close(timeout_s=0.5)
@@ -210,7 +210,7 @@ async def test_a_killed_replica_shows_the_end_of_its_log(cluster: None, tmp_path
     log = tmp_path / "fake-0.log"
     replica, _ = await fake_replica(token_s=0.05, log=log, line="out of memory")
     tasks = [asyncio.create_task(replica.call(EngineReplica.generate, request(f"r{i}", tokens=5000))) for i in range(3)]
-    os.kill(await replica.pid(), signal.SIGKILL)
+    os.kill(await replica.pid(timeout_s=20.0), signal.SIGKILL)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, ReplicaLostError)
@@ -233,7 +233,7 @@ async def test_a_rollout_worker_whose_tool_never_returns_is_killed_at_a_stop(clu
     blocks = tmp_path / "blocks"
     actor: Any = ray.remote(BlockedWorker).options(num_cpus=1).remote(blocks)
     worker = WorkerClient(actor, name="worker-0", timeout_s=300.0, stop_timeout_s=0.5)
-    process = psutil.Process(await worker.pid())
+    process = psutil.Process(await worker.pid(timeout_s=300.0))
     prompt = Prompt(index=0, messages=(Message(role="user", content="?"),))
     admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
     roll = asyncio.create_task(worker.call(RolloutWorker.roll, prompt, admission, handout=0))

@@ -86,7 +86,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     rows = segment.routed_experts.experts
     assert gap_with_rows(expected, both, segment.logprobs, rows, start=30, first_row=0) <= 1
 
-    actor = psutil.Process(await replica.pid())
+    actor = psutil.Process(await replica.pid(timeout_s=60))
     processes = [actor, *actor.children(recursive=True)]
     assert len(processes) >= 2, "the engine has a process of its own"
     expected_variables = {"NCCL_DEBUG": "WARN", **engine_environment(replace(CONFIG, device="cpu"))}

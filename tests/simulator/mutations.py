@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.tools import PauseGate, ToolRunner
+from async_rl.cluster.batching import BatchingClient
 from async_rl.cluster.replica import ReplicaClient
-from async_rl.cluster.rpc import BatchingClient
 from async_rl.controller.controller import Controller
 from async_rl.controller.prepare import prepare
 from async_rl.inference.spans import cut_into_segments

@@ -7,8 +7,8 @@ import pytest
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.cluster import replica
+from async_rl.cluster.batching import Call
 from async_rl.cluster.replica import ReplicaHost
-from async_rl.cluster.rpc import Call
 from tests.helpers.fakes import FakeEngine, SeededScript
 
 
@@ -29,7 +29,7 @@ async def test_start_of_a_replica_ends_when_another_of_its_nodes_does():
 async def test_replica_host_drops_the_requests_of_a_dead_client_alone():
     engine = FakeEngine(SeededScript(0, vocab_size=40, stop_token=1, mean_length=8), token_s=60.0)
     host = ReplicaHost()
-    host.serve(engine)
+    host.serve(engine, refusals=replica.REFUSALS)
     exchanges = []
     for number, client in enumerate(("worker-0", "worker-1")):
         request = GenerateRequest(request_id=f"{client}#0.", token_ids=np.array([2, 3], np.int32), max_new_tokens=9)

@@ -151,7 +151,6 @@ async def test_object_on_a_dead_node_fails_the_trainer_without_the_text_of_ray(l
         ("open_rendezvous", RayTaskError("call", "its traceback", OSError("no port"))),
         ("start", RayTaskError("call", "its traceback", RuntimeError("connection reset by rank 0"))),
         ("start", RayActorError()),
-        ("pid", RayActorError()),
     ],
 )
 async def test_trainer_ranks_are_killed_if_one_does_not_start(call, error, monkeypatch, tmp_path):

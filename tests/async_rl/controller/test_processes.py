@@ -129,7 +129,7 @@ async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path)
 
     async def start(config, **options):
         started.append(options["places"])
-        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
 
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
     async with contextlib.AsyncExitStack() as stack:
@@ -143,7 +143,7 @@ async def test_a_replica_that_stages_knows_the_size_of_its_twin(mode, monkeypatc
 
     async def start(config, **_):
         started.append(config.engine)
-        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
 
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
     folder = tiny_models.save_checkpoint(tiny_models.qwen3_moe_config(), tmp_path / "model", seed=0)
@@ -166,7 +166,7 @@ async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(
         async def start(*_, **__):
             pass
 
-        return SimpleNamespace(name=name, pid=lambda: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
+        return SimpleNamespace(name=name, pid=lambda **_: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
 
     async def start_engine(config, *, name="trainer", **options):
         return part(name, ends_with=all_engines)
@@ -290,7 +290,7 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
 
     async def start(config, *, checkpoint, **options):
         given.append(checkpoint)
-        own = {"close": lambda **_: asyncio.sleep(0), "pid": lambda: asyncio.sleep(0, 8)}
+        own = {"close": lambda **_: asyncio.sleep(0), "pid": lambda **_: asyncio.sleep(0, 8)}
         return SimpleNamespace(name="replica-0", pids=[7], **own)
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
