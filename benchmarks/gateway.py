@@ -47,7 +47,7 @@ from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.session import AgentSession
-from async_rl.cluster.actors import make_collections_rare
+from async_rl.compat.garbage import make_collections_rare
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm.config import VllmConfig

@@ -39,9 +39,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from async_rl.cluster.actors import QueueActor
-from async_rl.cluster.queue_host import REFUSALS, QueueUnavailable
-from async_rl.cluster.rpc import BatchingClient, BatchingServer, Call, Reply
+from async_rl.cluster.batching import BatchingClient, BatchingServer, Call, Reply
+from async_rl.cluster.queue import REFUSALS, QueueActor, QueueUnavailable
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import StoredRolloutLog
 from benchmarks.support import in_turns, markdown_table, paired_ratio, say, show

@@ -41,9 +41,9 @@ from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tools.tool import PauseGate
-from async_rl.cluster.actors import start_ray
-from async_rl.cluster.clients import ReplicaClient
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.placement import start_ray
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.vllm.config import VllmConfig, check_engine, engine_args
@@ -203,9 +203,7 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     environment = {"env_vars": engine_environment(config.engine)}
     bare: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment).remote()  # pyright: ignore[reportAttributeAccessIssue]
     replica, _ = await asyncio.gather(
-        ReplicaClient.start(
-            config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True, options={"num_cpus": 1}
-        ),
+        ReplicaClient.start(config, name="replica-0", checkpoint=checkpoint, places=[{"num_cpus": 1}]),
         bare.start.remote(config.engine, checkpoint),
     )
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from agent_loop.loop import Prompt
 from async_rl.config import RunConfig
 from async_rl.controller.warm_start import run_warm_start
+from async_rl.inference.stub import InProcess
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.task import Task
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -177,7 +178,7 @@ def trainers_side_by_side(
         yield trainers
 
 
-class LocalTrainer:
+class LocalTrainer(InProcess):
     """A trainer rank of this process as the warm start wants it."""
 
     def __init__(self, rank: Any) -> None:

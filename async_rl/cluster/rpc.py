@@ -1,317 +1,126 @@
-"""RPC client that batches the calls of one event-loop iteration into one message, and their replies.
-
-    client.call(Service.method, ...) ──┐                            ┌── task
-    client.call(Service.method, ...) ──┴──> exchange([call, call]) ─┴── task
-                                       <─── replies so far
-                                   ───────> collect()
-                                       <─── replies that came later
-
-A message to another process costs far more than a call inside one. Messages are delivered at most once, and a message
-to a dead process raises, like Ray's actor calls; the client never retries. While a call waits, one message is under
-way. The server answers it after `COLLECT_S` at the latest, which is its sign of life.
-"""
+"""Base of the processes of a run, and of their clients: each answer is bounded, each error names who failed at what."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import time
-import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+import os
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any, TypeVar
 
-COLLECT_S = 10.0  # longest wait of the server for a reply to send
-FORGET_S = 300.0  # silence after which the server drops a client
-GATHER_TURNS = 8  # event-loop iterations in which replies gather after the first one
-MAX_REPLIES = 64  # per message: unpickling blocks the client's event loop
-REPLIES_AT_ONCE = 32  # callers woken in one event-loop iteration by a longer message
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
-S = TypeVar("S")
-P = ParamSpec("P")
+from async_rl.files.logs import log_end, open_log
+
 R = TypeVar("R")
-
-_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-"""Lock of each event loop, held while a client wakes a part of its callers: all clients share the pace."""
-
-
-class Call(NamedTuple):
-    """A request to the server."""
-
-    number: int
-    """Unique among all calls of a client's name."""
-    method: str
-    """Name of the method of the service."""
-    args: tuple[Any, ...]
-    """Positional arguments."""
-    kwargs: dict[str, Any]
-    """Keyword arguments."""
+E = TypeVar("E", bound=Exception)
+Ref = Awaitable[R]
+"""Ray's reference to a result of type R that another process has, or will have."""
 
 
-class Reply(NamedTuple):
-    """The reply to a call."""
-
-    number: int
-    """Number of the call."""
-    result: Any
-    """Return value; None if the call raised."""
-    error: Exception | None
-    """Exception of the call; None if it returned."""
-
-
-class RemoteError(RuntimeError):
-    """A call failed in the other process; the message is its traceback."""
-
-
-class BatchingClient(Generic[S]):
-    """Calls the service of a server; used from one event loop.
+class Host:
+    """Base of what runs in an actor with an event loop.
 
     Args:
-        handle: Ray handle of an actor with the calls of `BatchingServer`.
-        name: name of this client, unique among all clients of the server.
-        server: name of the server in error texts.
-        timeout_s: longest delay of the server's sign of life beyond `COLLECT_S`.
-        lost: makes the error of calls whose server died or is silent.
+        log: file for the output of the process and of its children; None leaves it to Ray.
+    """
+
+    def __init__(self, *, log: Path | None = None) -> None:
+        self._log = log
+        open_log(log)
+
+    async def pid(self) -> int:
+        """Process id of this process."""
+        return os.getpid()
+
+
+class ActorClient:
+    """An actor for its callers: answers are bounded, and errors name who failed at what.
+
+    Args:
+        actor: handle of the actor.
+        name: name of the process in error texts.
+        lost: error of a process that is dead or silent.
+        failed: error of a call that raised; None for `lost`.
+        refusals: errors of calls that are raised unchanged.
+        log: file with the output of the process; its end becomes a note of an error.
     """
 
     def __init__(
-        self, handle: Any, *, name: str, server: str, timeout_s: float, lost: Callable[[str], Exception]
+        self,
+        actor: Any,
+        *,
+        name: str,
+        lost: type[Exception],
+        failed: type[Exception] | None = None,
+        refusals: tuple[type[Exception], ...] = (),
+        log: Path | None = None,
     ) -> None:
-        self._handle = handle
-        self._name = name
-        self._server = server
-        self._timeout_s = timeout_s
+        self.actor = actor
+        self.name = name
+        self.is_lost = False
         self._lost = lost
-        self._numbers = itertools.count(time.time_ns())  # a later process may have the same name
-        self._outbox: list[Call] = []
-        self._cancelled: list[int] = []
-        self._waiting: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # number of a call -> method, result
-        self._sent: set[int] = set()  # waiting calls that were sent
-        self._messages: set[asyncio.Task[None]] = set()
-        self._send_scheduled = False
+        self._failed = failed or lost
+        self._refusals = refusals
+        self._log = log
+        self._log_end = ""
 
-    async def call(
-        self, method: Callable[Concatenate[S, P], Coroutine[Any, Any, R]], /, *args: P.args, **kwargs: P.kwargs
+    async def answer(
+        self, what: str, ref: Ref[R], *, timeout_s: float | None = None, failed: type[Exception] | None = None
     ) -> R:
-        """Call a method of the service, and wait as long as the server gives signs of life.
+        """Answer to a call. No other function translates Ray's errors.
 
-        If the caller is cancelled, a call that was sent is cancelled in the server too; it may have taken effect.
+        An actor that counts as dead may only be out of reach (`ActorUnavailableError`). Whoever starts another in its
+        place kills it before, so that it does not come back.
 
         Args:
-            method: method of the service's class, such as `QueueService.admit`.
-
-        Raises:
-            Exception: a refusal of the server, unchanged; RemoteError for any other error of the method; or the error
-                made by `lost`.
+            what: name of the call.
+            ref: the answer to come.
+            timeout_s: bound on the wait; None for none.
+            failed: error of a call that raised, instead of that of all calls.
         """
-        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._outbox.append(Call(number, method.__name__, args, kwargs))
-        self._waiting[number] = (method.__name__, future)
-        self._schedule_send()
+        who = self.name
         try:
-            return await future
-        except asyncio.CancelledError:
-            if number in self._sent:
-                self._cancelled.append(number)
-                self._schedule_send()
-            raise
-        finally:
-            self._settled(number)
+            async with asyncio.timeout(timeout_s):
+                return await ref
+        except RayTaskError as error:
+            cause = error.cause  # Ray's own text repeats the traceback
+            if isinstance(cause, self._refusals):
+                raise cause from None
+            if isinstance(cause, ObjectLostError):
+                raise self._lose(f"{who}: {what} failed: an object that it needs was on a node that died") from cause
+            kind = self._lost if isinstance(cause, self._lost) else failed or self._failed
+            raise self.explained(kind(f"{who}: {what} failed: {cause}")) from cause
+        except ObjectLostError as cause:  # the log of the process explains it no better
+            raise self._lose(f"{who}: its answer to {what} was on a node that died") from cause
+        except RayActorError as cause:
+            raise self.explained(self._lose(f"{who}: process died during {what}")) from cause
+        except RayError as cause:
+            raise self.explained(self._lose(f"{who}: {what} failed ({first_line(cause)})")) from cause
+        except TimeoutError as cause:
+            raise self.explained(self._lose(f"{who}: {what} took longer than {timeout_s} s")) from cause
 
-    def _schedule_send(self) -> None:
-        if not self._send_scheduled:
-            self._send_scheduled = True
-            asyncio.get_running_loop().call_soon(self._send)
+    async def pid(self, *, timeout_s: float) -> int:
+        """Process id, once the process runs."""
+        return await self.answer("pid", self.actor.pid.remote(), timeout_s=timeout_s)
 
-    def _send(self) -> None:
-        self._send_scheduled = False
-        calls = [call for call in self._outbox if self._is_pending(call.number)]
-        self._outbox = []
-        cancelled, self._cancelled = self._cancelled, []
-        if not calls and not cancelled:
-            return
-        try:
-            replies = self._handle.exchange.remote(self._name, calls, cancelled)
-        except Exception as error:  # noqa: BLE001 - the message was not sent: other calls still wait
-            self._cancelled = [*cancelled, *self._cancelled]
-            for call in calls:
-                self._fail(call.number, error)
-            return
-        self._sent.update(call.number for call in calls)
-        self._receive(replies)
+    def kill(self) -> None:
+        """End the process."""
+        ray.kill(self.actor)
 
-    def _receive(self, replies: Awaitable[Sequence[Reply]]) -> None:
-        task = asyncio.ensure_future(self._settle(replies))
-        self._messages.add(task)
-        task.add_done_callback(self._received)
+    def explained(self, error: E) -> E:
+        """The error with the end of the log as a note; the log is read once."""
+        if self._log is not None:
+            self._log_end = self._log_end or log_end(self._log)
+            error.add_note(self._log_end)
+        return error
 
-    def _received(self, task: asyncio.Task[None]) -> None:
-        """Keep a message under way while calls wait."""
-        self._messages.discard(task)
-        if task.cancelled() or self._messages or not self._sent:
-            return
-        try:
-            self._receive(self._handle.collect.remote(self._name))
-        except Exception as error:  # noqa: BLE001 - the callers raise it
-            self._fail_sent(f"could not be asked again ({first_line(error)})", error)
-
-    async def _settle(self, replies: Awaitable[Sequence[Reply]]) -> None:
-        bound = COLLECT_S + self._timeout_s
-        deadline = asyncio.timeout(bound)
-        try:
-            async with deadline:
-                received = await replies
-        except Exception as error:  # noqa: BLE001 - the callers raise it
-            silent = isinstance(error, TimeoutError) and deadline.expired()
-            self._fail_sent(
-                f"gave no sign of life within {bound:g} s" if silent else f"died ({first_line(error)})", error
-            )
-            return
-        if len(received) <= REPLIES_AT_ONCE:
-            self._wake(received)
-            return
-        turn = _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
-        for first in range(0, len(received), REPLIES_AT_ONCE):
-            async with turn:
-                self._wake(received[first : first + REPLIES_AT_ONCE])
-                await asyncio.sleep(0)  # lets these callers and other ready tasks run
-
-    def _wake(self, replies: Sequence[Reply]) -> None:
-        """Wake callers with their replies."""
-        for number, result, error in replies:
-            if error is not None:
-                self._fail(number, error)
-            elif (future := self._settled(number)) is not None:
-                future.set_result(result)
-
-    def _settled(self, number: int) -> asyncio.Future[Any] | None:
-        """Remove a call from the waiting ones; returns its future if that was pending."""
-        self._sent.discard(number)
-        pending = self._is_pending(number)
-        _, future = self._waiting.pop(number, ("", None))
-        return future if pending else None
-
-    def _is_pending(self, number: int) -> bool:
-        """Whether the caller still waits."""
-        return number in self._waiting and not self._waiting[number][1].done()
-
-    def _fail_sent(self, what: str, cause: Exception) -> None:
-        numbers = sorted(self._sent)
-        methods = ", ".join(sorted({self._waiting[number][0] for number in numbers}))
-        for number in numbers:
-            error = self._lost(f"{self._server} {what} while {methods} of {self._name} waited for a reply")
-            error.__cause__ = cause
-            self._fail(number, error)
-
-    def _fail(self, number: int, error: Exception) -> None:
-        if (future := self._settled(number)) is not None:
-            future.set_exception(error)
+    def _lose(self, text: str) -> Exception:
+        self.is_lost = True
+        return self._lost(text)
 
 
 def first_line(error: Exception) -> str:
     """Name and first line of an error; Ray's errors have many lines."""
     return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
-
-
-@dataclass(slots=True, eq=False)
-class _Client:
-    """The server's state of a client."""
-
-    heard_at: float
-    """Loop time of its last message, or of the end of that message's wait."""
-    running: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, asyncio.Task[None]])
-    """Running calls by number."""
-    replies: list[Reply] = field(default_factory=list[Reply])
-    """Unsent replies."""
-    has_reply: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set if there are unsent replies."""
-    asked: bool = False
-    """Whether a message of the client waits for replies."""
-
-
-class BatchingServer(Generic[S]):
-    """Runs calls on a service, in one event loop.
-
-    Args:
-        refusals: errors sent unchanged; other errors are sent as a traceback.
-    """
-
-    def __init__(self, service: S, *, refusals: tuple[type[Exception], ...]) -> None:
-        self._service = service
-        self._refusals = refusals
-        self._clients: dict[str, _Client] = {}
-
-    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
-        """Start `calls` in order, cancel the calls in `cancelled`, and answer like `collect`."""
-        self._forget_silent()
-        state = self._client(client)
-        for number in cancelled:
-            if (task := state.running.get(number)) is not None:
-                task.cancel()
-        for call in calls:
-            task = state.running[call.number] = asyncio.create_task(self._run(state, call))
-            task.add_done_callback(lambda _, number=call.number: state.running.pop(number))
-        return await self.collect(client)
-
-    async def collect(self, client: str) -> list[Reply]:
-        """Replies for a client as soon as there is one, at the latest after `COLLECT_S`.
-
-        If another message of the client already waits, this one returns after the gathering iterations.
-        """
-        state = self._client(client)
-        if not state.asked:
-            state.asked = True
-            try:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(COLLECT_S):
-                        await state.has_reply.wait()
-            finally:
-                state.asked = False
-                state.heard_at = asyncio.get_running_loop().time()
-        known = 0
-        for _ in range(GATHER_TURNS):
-            await asyncio.sleep(0)
-            if known and len(state.replies) == known:
-                break
-            known = len(state.replies)
-        replies, state.replies = state.replies[:MAX_REPLIES], state.replies[MAX_REPLIES:]
-        if not state.replies:
-            state.has_reply.clear()
-        return replies
-
-    def forget_client(self, client: str) -> list[asyncio.Task[None]]:
-        """Drop the replies of a dead client and cancel its calls; returns their tasks."""
-        state = self._clients.pop(client, None)
-        calls = [] if state is None else list(state.running.values())
-        for task in calls:
-            task.cancel()
-        return calls
-
-    def _client(self, name: str) -> _Client:
-        now = asyncio.get_running_loop().time()
-        state = self._clients.setdefault(name, _Client(now))
-        state.heard_at = now
-        return state
-
-    def _forget_silent(self) -> None:
-        oldest = asyncio.get_running_loop().time() - FORGET_S
-        for name in [n for n, c in self._clients.items() if not c.asked and c.heard_at < oldest]:
-            self.forget_client(name)
-
-    async def _run(self, client: _Client, call: Call) -> None:
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = await getattr(self._service, call.method)(*call.args, **call.kwargs)
-        except self._refusals as refusal:
-            error = refusal
-        except asyncio.CancelledError:
-            error = RemoteError(f"{call.method} was cancelled in the server")
-            raise
-        except Exception as failure:  # noqa: BLE001 - the caller raises it
-            error = RemoteError("".join(traceback.format_exception(failure)))
-        finally:
-            client.replies.append(Reply(call.number, result, error))
-            client.has_reply.set()

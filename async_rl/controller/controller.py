@@ -38,11 +38,11 @@ from functools import partial
 import numpy as np
 
 from agent_loop.loop import Prompt
+from async_rl.cluster.queue import QueueClient
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
     ControllerConfig,
-    GroupQueue,
     StageError,
     Trainer,
     run_stage,
@@ -64,13 +64,15 @@ from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.token_count import require_closed
 from async_rl.rollout.validator import ValidationSchedule, is_due
 from async_rl.trainer.batch.advantage import has_spread
+from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead
+from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
-__all__ = ["Controller", "ControllerConfig", "GroupQueue", "StageError", "Trainer"]
+__all__ = ["Controller", "ControllerConfig", "StageError", "Trainer"]
 
 
 class Controller:
@@ -88,7 +90,7 @@ class Controller:
         *,
         config: ControllerConfig,
         prompts: PromptSource,
-        queue: GroupQueue,
+        queue: QueueClient,
         contents: GroupContents,
         rollouts: Dispatcher,
         trainer: Trainer,
@@ -224,14 +226,16 @@ class Controller:
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
         for _ in range(restored.replay):
-            await self._step(await self._queue.take(), waited=0.0, started=time.monotonic(), busy=0.0)
+            await self._step(
+                await self._queue.call(TrajectoryQueue.take), waited=0.0, started=time.monotonic(), busy=0.0
+            )
         if not self._version and not restored.replay:
             return  # the replicas started with these weights
         known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
         if not known:
             self._version += 1
             self._version_updates[self._version] = self._train_step
-            await self._queue.publish(self._version, update=self._train_step)
+            await self._queue.call(TrajectoryQueue.publish, self._version, update=self._train_step)
         update = await self._write_weights()
         await self._snapshot_weights(update)
         await self._load(update)
@@ -244,7 +248,7 @@ class Controller:
             version = self._loaded_version
             with self._trace.span("admit") as span:
                 await self._schedule_replay.may_admit(prompt.index)
-                admission = await self._queue.admit(prompt.index)
+                admission = await self._queue.call(TrajectoryQueue.admit, prompt.index)
                 reason = "staleness" if admission.admitted_version > version else "capacity"
                 span.args |= {"group": admission.group, "reason": reason}
             self._schedule_replay.admitted(admission)
@@ -270,7 +274,8 @@ class Controller:
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
             self._schedule_replay.dropped(outcome.group, reason=outcome.reason)
-            await self._queue.drop(
+            await self._queue.call(
+                TrajectoryQueue.drop,
                 outcome.group,
                 reason=outcome.reason,
                 segments=outcome.segments,
@@ -292,15 +297,19 @@ class Controller:
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         if self._drops_without_spread(outcome):
             reason = f"no spread: the rewards of its {len(outcome.trajectories)} trajectories are equal"
-            await self._queue.drop(
-                outcome.group, reason=reason, segments=outcome.num_segments, tokens=outcome.num_tokens
+            await self._queue.call(
+                TrajectoryQueue.drop,
+                outcome.group,
+                reason=reason,
+                segments=outcome.num_segments,
+                tokens=outcome.num_tokens,
             )
             await self._contents.drop([outcome.group])
             return
         self._queued[outcome.group] = self._trace.start("queue", group=outcome.group)
         await self._schedule_replay.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
-        expired = await self._queue.put(outcome)
+        expired = await self._queue.call(TrajectoryQueue.put, outcome)
         if expired is not None:
             self._end_queued([outcome.group], dropped=expired)
             await self._contents.drop([outcome.group])
@@ -330,7 +339,7 @@ class Controller:
     async def _expire(self) -> None:
         known: set[int] = set()
         while True:
-            expired = set(await self._queue.wait_expired(known=known))
+            expired = set(await self._queue.call(TrajectoryQueue.wait_expired, known=known))
             for group in sorted(expired - known):
                 self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
             known = expired
@@ -365,7 +374,7 @@ class Controller:
         """The next batch, or None when a stop was requested first."""
         if self._stop.is_set():  # a take that needs no waiting would win each time
             return None
-        take = asyncio.create_task(self._queue.take(), name="take")
+        take = asyncio.create_task(self._queue.call(TrajectoryQueue.take), name="take")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         try:
             await asyncio.wait((take, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -415,7 +424,9 @@ class Controller:
         )
         metrics = await self._trainer.train(replace(prepared.batch, recorded=recorded))
         self._train_step += config.updates_per_batch
-        await self._queue.trained(groups, train_step=self._train_step, tokens=prepared.gradient_tokens)
+        await self._queue.call(
+            TrajectoryQueue.trained, groups, train_step=self._train_step, tokens=prepared.gradient_tokens
+        )
         self._contents.trained(groups, train_step=self._train_step)
         return prepared, metrics | dict(prepared.metrics)
 
@@ -423,7 +434,7 @@ class Controller:
         self._version += 1
         self._version_updates[self._version] = self._train_step
         update = await self._write_weights()
-        await self._queue.publish(self._version, update=self._train_step)
+        await self._queue.call(TrajectoryQueue.publish, self._version, update=self._train_step)
         await self._snapshot_weights(update)
         await self._updates.put(update)
 
@@ -431,9 +442,10 @@ class Controller:
         """Have the trainer write its weights as the newest version."""
         self._groups_of[self._version], self._unpublished = self._unpublished, []
         with self._trace.span("export", track="train", version=self._version):
-            return await self._trainer.export(
-                self._config.weights_directory, version=self._version, keep_version=self._loaded_version
-            )
+            directory, keep = self._config.weights_directory, self._loaded_version
+            update = await self._trainer.call(TrainerRank.export, directory, version=self._version, keep_version=keep)
+        assert update is not None  # of rank 0
+        return update
 
     async def _start_probe(self, batch: Batch) -> None:
         """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
@@ -441,7 +453,7 @@ class Controller:
             return
         groups = [head.group for head in batch.groups]
         self._probe.take_prompts(await fetched(self._contents.of(groups[: self._probe.num_prompts])))
-        await self._trainer.snapshot_weights()
+        await self._trainer.call(TrainerRank.snapshot_weights)
         self._unscored = self._loaded_version
         self._probe.ask_all(version=self._loaded_version)
 
@@ -451,7 +463,7 @@ class Controller:
         While it keeps those of an earlier version, the new one is not probed.
         """
         if self._probe is not None and self._unscored is None:
-            await self._trainer.snapshot_weights()
+            await self._trainer.call(TrainerRank.snapshot_weights)
             self._unscored = update.weights.version
 
     def _ask_about(self, update: WeightUpdate) -> Callable[[Member], None] | None:
@@ -482,7 +494,7 @@ class Controller:
             self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
         self._loaded_version = version
         self._schedule_replay.loaded(self._version_updates[version])
-        await self._queue.loaded(version)
+        await self._queue.call(TrajectoryQueue.loaded, version)
         self._served.notify_all()
         metrics = {"param_version": float(version), **self._last_publish.metrics()}
         self._recorder.published(self._version_updates[version], metrics)
@@ -495,7 +507,7 @@ class Controller:
                 self._trace.end(span)
 
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
-        snapshot = await self._queue.snapshot()
+        snapshot = await self._queue.call(TrajectoryQueue.snapshot)
         metrics |= {"train_step": self._train_step, "param_version": self._version}
         metrics["optimizer_steps"] = self._config.updates_per_batch
         metrics["mismatch/k3_probe"] = self._k3_probe
@@ -515,8 +527,8 @@ class Controller:
         with self._trace.span("checkpoint", track="train", step=self._train_step):
             await self._saves.join()
             cursor, waiting = self._prompts.cursor, self._prompts.unfinished  # first: the snapshot has later ones
-            await self._queue.sync()
-            snapshot = await self._queue.snapshot()
+            await self._queue.call(TrajectoryQueue.sync)
+            snapshot = await self._queue.call(TrajectoryQueue.snapshot)
             await self._checkpoints.begin(self._train_step, trainer=self._trainer)
         version = self._version
         state = RunState(
@@ -535,7 +547,7 @@ class Controller:
             state = await self._saves.get()
             with self._trace.span("save", step=state.train_step):
                 await self._checkpoints.finish(state, trainer=self._trainer, records=self._recorder)
-            await self._queue.checkpointed(state.train_step)
+            await self._queue.call(TrajectoryQueue.checkpointed, state.train_step)
             await self._contents.checkpointed(state.train_step)
             self._recorder.checkpointed.set()
             self._saves.task_done()

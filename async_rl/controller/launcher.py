@@ -15,9 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from async_rl.cluster.actors import Placement
-from async_rl.cluster.clients import TrainerClient
-from async_rl.cluster.rollout_workers import WorkerClient, build_worker
+from async_rl.cluster.build_worker import build_worker
+from async_rl.cluster.placement import Placement
+from async_rl.cluster.trainer import TrainerClient
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import RunConfig, plain_values
 from async_rl.controller.checkpoints import Checkpoints, hold
 from async_rl.controller.config_record import record_config
@@ -43,6 +44,7 @@ from async_rl.metrics.trackers import TrackedRun, build_trackers
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.rollouter import session_name
 from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
+from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.model_info import is_quantized, read_model_info
 from async_rl.weights.pretrained import keep_model_files
 from async_rl.weights.transport import remove_directory
@@ -164,7 +166,7 @@ class Launcher:
         workers = processes.create_rollout_workers() if self._schedule_replay.free else []
         trainer, replicas, checkpoint = await processes.start(console)
         keep_model_files(checkpoint, self._directory / "model")
-        await trainer.remove_updates(self._weights_directory)  # those of a killed run
+        await trainer.call(TrainerRank.remove_updates, self._weights_directory)  # those of a killed run
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
         await processes.start_rollout_workers(workers, pool)
         run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)

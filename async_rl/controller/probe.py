@@ -32,8 +32,10 @@ from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, Sa
 from async_rl.config import MismatchConfig
 from async_rl.controller.interfaces import Trainer
 from async_rl.inference.pool import Member, ReplicaPool
+from async_rl.inference.replica import EngineReplica
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
+from async_rl.trainer.rank_methods import TrainerRank
 from message_queue.heads import head_of
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.training_sequence import GroupContent, content_of
@@ -149,7 +151,9 @@ class Probe:
             return math.nan
         batch = self._batch(answers, version=version)
         replicas = [answer.replica for answer in answers]
-        k3 = k3_of_replicas(await trainer.score(batch), batch, replicas=replicas, trimmed=self._trimmed)
+        k3 = k3_of_replicas(
+            await trainer.call(TrainerRank.score, batch), batch, replicas=replicas, trimmed=self._trimmed
+        )
         worst = max(k3, key=lambda replica: _order(k3[replica]))
         bound = self._config.bound(dtypes=self._dtypes, noise=self._noise)
         if not k3[worst] <= bound:
@@ -178,7 +182,7 @@ class Probe:
         )
         try:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late="did not answer a probe"):
-                segments = await member.replica.generate(request)
+                segments = await member.replica.call(EngineReplica.generate, request)
         except (AnswerError, ReplicaLostError):
             return None
         sampled = [segment for segment in segments if segment.weights.version == version]

@@ -20,25 +20,24 @@ from typing import Any, cast
 import ray
 
 from agent_loop.engine import EngineError
-from async_rl.cluster.actors import Placement, start_ray
-from async_rl.cluster.clients import ReplicaClient, TrainerClient, TrainerLostError
-from async_rl.cluster.queue_client import QueueClient, start_queue
-from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.placement import Placement, start_ray
+from async_rl.cluster.queue import QueueClient, QueueUnavailable
 from async_rl.cluster.remains import no_remains
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.cluster.trainer import TrainerClient, TrainerLostError
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import RunConfig
 from async_rl.controller.summary import with_room_for_twin
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
 from async_rl.files.atomic_dir import whole_file
-from async_rl.files.rollouts import FOLDER
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
 from async_rl.metrics.recorder import Console
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
-from async_rl.trainer.model.model import LoraConfig, TrainerConfig
-from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.trainer.model.model import LoraConfig
+from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.model_info import is_quantized
 from async_rl.weights.quantized import dequantize, plain_folder
 
@@ -134,11 +133,12 @@ class Processes:
         if ready is not None:
             ready = self._checkpoint = await self._plain(ready)
             async with asyncio.TaskGroup() as starts:
-                trainer = starts.create_task(self._start_trainer(ready, config.optimizer))
+                trainer = starts.create_task(self._start_trainer(config, ready))
                 replicas = starts.create_task(self._start_replicas())
             return trainer.result(), replicas.result(), ready
         initial = self._initial_checkpoint()
-        cold = await self._start_trainer(initial, warm.optimizer, trainer=replace(config.trainer, lora=LoraConfig()))
+        whole = replace(config.trainer, lora=LoraConfig())
+        cold = await self._start_trainer(replace(config, trainer=whole, optimizer=warm.optimizer), initial)
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
@@ -149,7 +149,7 @@ class Processes:
         self._checkpoint = folder
         if config.trainer.lora.rank:  # the warm start trained all weights; the adapters start from its result
             return await self.replace_trainer(cold), await self._start_replicas(), folder
-        await cold.reset_optimizer(config.optimizer)
+        await cold.call(TrainerRank.reset_optimizer, config.optimizer)
         return cold, await self._start_replicas(), folder
 
     async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
@@ -173,7 +173,7 @@ class Processes:
         for name, options in ranks:
             await self._wait_for_node(name, options, timeout_s=timeout_s, error=TrainerLostError)
         await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
-        return await self._start_trainer(self._checkpoint, self._config.optimizer)
+        return await self._start_trainer(self._config, self._checkpoint)
 
     async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
         """See `async_rl.inference.supervisor.ReplicaFactory`."""
@@ -218,17 +218,8 @@ class Processes:
 
     async def start_queue(self) -> QueueClient:
         """The queue; `open` comes first."""
-        config = self._config
-        queue = start_queue(
-            batch_groups=config.rollout.groups_per_batch,
-            staleness=config.staleness,
-            max_ready=config.queue.max_ready,
-            updates_per_batch=config.trainer.updates_per_batch,
-            timeout_s=config.queue.timeout_s,
-            options=self._placement.queue(),
-            log=self._logs / "queue.log",
-        )
-        self._name({"queue": await queue.pid(timeout_s=config.cluster.start_timeout_s)})
+        queue = QueueClient.start(self._config, options=self._placement.queue(), log=self._logs / "queue.log")
+        self._name({"queue": await queue.pid(timeout_s=self._config.cluster.start_timeout_s)})
         return queue
 
     # ---- inside
@@ -262,26 +253,10 @@ class Processes:
             stopped.set()  # if the run is cancelled, the thread ends after its tensor
         return folder
 
-    async def _start_trainer(
-        self, checkpoint: Path, optimizer: OptimizerConfig, *, trainer: TrainerConfig | None = None
-    ) -> TrainerClient:
-        config = self._config
+    async def _start_trainer(self, config: RunConfig, checkpoint: Path) -> TrainerClient:
         self._phase("trainer", f"starting {config.trainer.ranks} ranks")
         client = await TrainerClient.start(
-            trainer or config.trainer,
-            optimizer=optimizer,
-            loss=config.loss,
-            checkpoint=checkpoint,
-            placement=self._placement,
-            timeout_s=config.cluster.call_timeout_s,
-            variables=config.cluster.rank_env,
-            logs=self._logs,
-            rollouts=config.output_dir.resolve() / FOLDER if config.rollout.record.steps else None,
-            record=config.rollout.record,
-            delta=config.sync.delta,
-            broadcast=config.sync.route == "broadcast",
-            direct=config.sync.backend if config.sync.route == "direct" else None,
-            trace=self._trace,
+            config, checkpoint=checkpoint, placement=self._placement, logs=self._logs, trace=self._trace
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
@@ -309,23 +284,16 @@ class Processes:
         return [task.result() for task in tasks]
 
     async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
-        config = self._config
-        first, *others = self._placement.replica(slot)
         replica = await ReplicaClient.start(
-            with_room_for_twin(config, self._checkpoint),
+            replace(self._config, engine=with_room_for_twin(self._config, self._checkpoint)),
             name=name,
             checkpoint=self._checkpoint,
-            capture_routing=config.captures_routing,
-            force_routing=config.forces_routing,
-            capture_support=config.captures_support,
-            options=first,
-            variables=config.cluster.replica_env,
+            places=self._placement.replica(slot),
             log=self._logs / f"{name}.log",
             store=self._store,
-            followers=others,
         )
         self._engine_ends.append(self._closing(replica.close))
-        self._name({name: await replica.pid()})
+        self._name({name: await replica.pid(timeout_s=self._config.engine.load_timeout_s)})
         return replica
 
     def _create_worker(self, *, slot: int, name: str) -> WorkerClient:
@@ -337,7 +305,7 @@ class Processes:
         replicas = [member.replica for member in await self._pool.serving()]
         await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas)
         self._worker_ends.append(self._closing(worker.close))
-        self._name({worker.name: await worker.pid()})
+        self._name({worker.name: await worker.pid(timeout_s=self._config.cluster.call_timeout_s)})
 
     async def _close(self) -> None:
         """Close all; workers first, because their rollouts end on the replicas."""

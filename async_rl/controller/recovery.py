@@ -17,12 +17,12 @@ from typing import Generic, Protocol, TypeVar
 from ray.exceptions import ObjectLostError
 
 from agent_loop.loop import Prompt
-from async_rl.cluster.clients import TrainerLostError
-from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.queue import QueueClient, QueueUnavailable
+from async_rl.cluster.trainer import TrainerLostError
 from async_rl.config import RunConfig
 from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.controller import Controller
-from async_rl.controller.interfaces import ControllerConfig, GroupQueue, Trainer
+from async_rl.controller.interfaces import ControllerConfig, Trainer
 from async_rl.controller.probe import Probe
 from async_rl.controller.resume import Resume
 from async_rl.files.logs import notes_of
@@ -36,6 +36,7 @@ from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, StoredContent, read_content
 from async_rl.rollout.prompts import PromptOrder
 from async_rl.rollout.schedule_replay import NoReplay
+from async_rl.trainer.rank_methods import TrainerRank
 from message_queue.recovery import Restored
 from message_queue.tokens import RoutingSpec
 
@@ -45,7 +46,7 @@ T = TypeVar("T", bound=Trainer)
 class PartFactory(Protocol[T]):
     """Starts the parts that may fail; see `async_rl.controller.processes.Processes`."""
 
-    async def start_queue(self) -> GroupQueue: ...
+    async def start_queue(self) -> QueueClient: ...
     async def replace_trainer(self, lost: T) -> T:
         """Close `lost` and start another in its place; called again with the same `lost` if that fails."""
         ...
@@ -174,7 +175,7 @@ class RecoveryLoop(Generic[T]):
             await run_parts.rollouts.open(place, live=restored.live)
             contents = GroupContents.of_restart(restored, stored, forget=run_parts.rollouts.forget)
             if self._resume.checkpoint is not None:
-                await trainer.restore(self._resume.checkpoint / "trainer")
+                await trainer.call(TrainerRank.restore, self._resume.checkpoint / "trainer")
             self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
             if self._stopping:
                 self._pipeline.request_stop()
@@ -182,7 +183,7 @@ class RecoveryLoop(Generic[T]):
                 finished = await self._pipeline.run()
                 if finished:
                     output = self._config.output_dir
-                    await trainer.save_pretrained(output / "final", like=output / "model")
+                    await trainer.call(TrainerRank.save_pretrained, output / "final", like=output / "model")
             except BaseException:
                 with contextlib.suppress(Exception):  # a queue that died must not hide why the run ended
                     await self._close(queue)
@@ -193,7 +194,7 @@ class RecoveryLoop(Generic[T]):
             queue.kill()  # one that was only out of reach must not come back beside the next one
             await run_parts.rollouts.end()
 
-    async def _open_queue(self, place: ContentPlace) -> tuple[GroupQueue, Restored, StoredContent]:
+    async def _open_queue(self, place: ContentPlace) -> tuple[QueueClient, Restored, StoredContent]:
         """The queue with the groups that a restart continues. Ready groups that lack content are open."""
         journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
         while True:
@@ -210,11 +211,13 @@ class RecoveryLoop(Generic[T]):
             queue.kill()
             journal = replace(journal, incomplete=journal.incomplete | stored.incomplete)
 
-    async def _close(self, queue: GroupQueue) -> None:
+    async def _close(self, queue: QueueClient) -> None:
         self._parts.recorder.ledger(await queue.closing_records())
         await queue.close_journal()
 
-    def _build_pipeline(self, queue: GroupQueue, contents: GroupContents, trainer: T, restored: Restored) -> Controller:
+    def _build_pipeline(
+        self, queue: QueueClient, contents: GroupContents, trainer: T, restored: Restored
+    ) -> Controller:
         config, run_parts = self._config, self._parts
         return Controller(
             config=ControllerConfig(

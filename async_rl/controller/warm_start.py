@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from async_rl.cluster.clients import TrainerClient
+from async_rl.cluster.trainer import TrainerClient
 from async_rl.config import WarmStartConfig
 from async_rl.rollout.task import Task, TaskConfig
 from async_rl.trainer.batch.training_batch import supervised_batch
 from async_rl.trainer.model.model import TrainerConfig
+from async_rl.trainer.rank_methods import TrainerRank
 
 FORMAT = 1  # part of the cache key: raise it when the same settings give other weights
 
@@ -55,7 +56,7 @@ async def run_warm_start(
         progress(step + 1, metrics["loss"])
     own = folder.with_name(f"{folder.name}-{secrets.token_hex(4)}")
     try:
-        await trainer.save_pretrained(own, like=initial)
+        await trainer.call(TrainerRank.save_pretrained, own, like=initial)
         own.rename(folder)
     except OSError:
         if not folder.is_dir():  # noqa: ASYNC240 - the cache of this run

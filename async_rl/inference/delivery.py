@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
-from async_rl.inference.replica import DeliveryError
+from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
 
 _ATTEMPTS = 2
@@ -68,9 +68,9 @@ class Deliveries:
         for member in self._pool.live_or_none:
             with contextlib.suppress(EngineError, TimeoutError):
                 async with asyncio.timeout(self._bucket_s):
-                    source = await member.replica.offer(update)
-                return await replica.fetch(update, self._seat((source,)))
-        await replica.fetch(update, self._seat(update.sources))
+                    source = await member.replica.call(EngineReplica.offer, update)
+                return await replica.call(EngineReplica.fetch, update, self._seat((source,)))
+        await replica.call(EngineReplica.fetch, update, self._seat(update.sources))
 
     async def _attempt(
         self, update: WeightUpdate, receivers: Sequence[Member], held: set[str], *, give_up: bool
@@ -87,7 +87,7 @@ class Deliveries:
             late = f"did not receive version {update.weights.version} (sync.timeout_s)"
             try:
                 async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                    await member.replica.fetch(update, replace(seat, index=index))
+                    await member.replica.call(EngineReplica.fetch, update, replace(seat, index=index))
                 held.add(member.replica.node)
             except DeliveryError as error:
                 if give_up:

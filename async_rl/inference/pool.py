@@ -13,33 +13,19 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
-from agent_loop.engine import Engine, ReplicaLostError
+from agent_loop.engine import ReplicaLostError
 from async_rl.files.logs import notes_of
 from async_rl.inference.notifier import Notifier
-from async_rl.inference.replica import KVPolicy, ReplicaStats
-from async_rl.weights.transport import Seat, Source, WeightUpdate
-from message_queue.tokens import WeightVersion
+from async_rl.inference.replica import EngineReplica
+from async_rl.inference.stub import Stub
 
 
-class PoolReplica(Engine, Protocol):
-    """Calls of the pool's users on a replica; see `inference.replica.EngineReplica` for each contract."""
+class PoolReplica(Stub[EngineReplica[Any]], Protocol):
+    """A replica as the pool's users see it. node: id of its node."""
 
-    name: str
     node: str
-
-    async def pause(self) -> None: ...
-    async def abort(self) -> int: ...
-    async def drain(self) -> None: ...
-    async def freeze(self) -> int: ...
-    async def fetch(self, update: WeightUpdate, seat: Seat | None = ...) -> None: ...
-    async def offer(self, update: WeightUpdate) -> Source: ...
-    async def stage(self, update: WeightUpdate) -> None: ...
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy = ...) -> WeightVersion: ...
-    async def checksum(self) -> str: ...
-    async def resume(self) -> None: ...
-    async def stats(self) -> ReplicaStats: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +107,9 @@ class ReplicaPool:
     def avoid(self, names: Collection[str]) -> None:
         """Leave these replicas out of `serving` from now on, unless no other is live; replaces the earlier names."""
         self._avoided = frozenset(names)
+
+    def follow(self, replicas: Sequence[PoolReplica]) -> None:
+        """Use exactly these replicas; no effect on the pool of the driver, which knows them."""
 
     async def serving(self) -> tuple[Member, ...]:
         """Replicas for new requests, as soon as there is one: the live ones without those to avoid, if any is left.
@@ -279,6 +268,6 @@ class ReplicaPool:
     async def _read_busy(self, member: Member, *, timeout_s: float | None = None) -> None:
         try:
             async with self.calling(member, timeout_s=timeout_s):
-                member.busy_seconds = (await member.replica.stats()).busy_seconds
+                member.busy_seconds = (await member.replica.call(EngineReplica.stats)).busy_seconds
         except ReplicaLostError:
             return  # keep the last reading

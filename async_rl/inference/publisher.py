@@ -36,7 +36,7 @@ from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publish_state import PublishState
-from async_rl.inference.replica import DeliveryError, KVPolicy
+from async_rl.inference.replica import DeliveryError, EngineReplica, KVPolicy
 from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
 
@@ -191,7 +191,7 @@ class Publisher:
                     async with asyncio.timeout(self._timeout_s):
                         if update.sources:
                             await self._deliveries.bring_to(replica, update)
-                        await replica.fetch(update)
+                        await replica.call(EngineReplica.fetch, update)
                         await self._load(replica, update, state)
                 except TimeoutError as error:
                     raise ReplicaLostError(
@@ -214,13 +214,15 @@ class Publisher:
         """Resume the replicas after `abort_all`, but those that lack buckets of a version."""
         async with self._turn, asyncio.TaskGroup() as resumes:
             for member in set(self._pool.live) - self._undelivered.keys():
-                resumes.create_task(self._control(member, member.replica.resume, what="did not resume"))
+                resumes.create_task(
+                    self._control(member, partial(member.replica.call, EngineReplica.resume), what="did not resume")
+                )
 
     async def _interrupt(self, member: Member) -> None:
         async def abort() -> None:
-            await member.replica.pause()
-            await member.replica.abort()
-            await member.replica.drain()
+            await member.replica.call(EngineReplica.pause)
+            await member.replica.call(EngineReplica.abort)
+            await member.replica.call(EngineReplica.drain)
 
         await self._control(member, abort, what="did not end its requests")
 
@@ -263,10 +265,10 @@ class Publisher:
         try:
             async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
                 with self._span("fetch", member.replica, update):
-                    await member.replica.fetch(update)
+                    await member.replica.call(EngineReplica.fetch, update)
                 if self._staged:
                     with self._span("stage", member.replica, update):
-                        await member.replica.stage(update)
+                        await member.replica.call(EngineReplica.stage, update)
         except DeliveryError as error:
             unstaged[member] = error
             state.fence(member.name)
@@ -355,31 +357,31 @@ class Publisher:
         started, aborted, frozen = time.monotonic(), 0, 0
         kv: KVPolicy = "recompute"
         with self._span("pause", replica, update) as pause:
-            await replica.pause()
+            await replica.call(EngineReplica.pause)
             if paused is not None:
                 paused()
             match self._on_update:
                 case "resume":
                     with self._span("abort", replica, update, inside=pause):
-                        aborted = await replica.abort()
+                        aborted = await replica.call(EngineReplica.abort)
                 case "keep":
                     with self._span("freeze", replica, update, inside=pause):
-                        frozen, kv = await replica.freeze(), self._kv
+                        frozen, kv = await replica.call(EngineReplica.freeze), self._kv
                 case "drain":
                     with self._span("drain", replica, update, inside=pause):
-                        await replica.drain()
+                        await replica.call(EngineReplica.drain)
                 case _:
                     assert_never(self._on_update)
             pause.args |= {"aborted": aborted, "held": frozen}
             with self._span("load", replica, update, inside=pause):
                 await self._load_weights(replica, update, kv=kv)
-            state.compare(replica.name, await replica.checksum())
-            await replica.resume()
+            state.compare(replica.name, await replica.call(EngineReplica.checksum))
+            await replica.call(EngineReplica.resume)
         return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
 
     async def _load_weights(self, replica: PoolReplica, update: WeightUpdate, *, kv: KVPolicy) -> None:
         try:
-            loaded = await replica.load(update, kv=kv)
+            loaded = await replica.call(EngineReplica.load, update, kv=kv)
         except (ReplicaLostError, DeliveryError):
             raise
         except EngineError as error:

@@ -27,6 +27,7 @@ from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.inference.nodes import Follower, bring
 from async_rl.inference.serving import ServingConfig
+from async_rl.inference.stub import InProcess
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
@@ -371,7 +372,7 @@ class EngineBackend(Protocol):
 BackendT = TypeVar("BackendT", bound=EngineBackend)
 
 
-class EngineReplica(Generic[BackendT]):
+class EngineReplica(InProcess, Generic[BackendT]):
     """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher.
 
     Args:

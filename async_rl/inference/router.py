@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
+from async_rl.inference.replica import EngineReplica
 from message_queue.tokens import TokenOutput
 
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one
@@ -53,7 +54,7 @@ class ReplicaRouter:
             member.in_flight += 1
             try:
                 async with self._pool.calling(member):
-                    answer = await member.replica.generate(request)
+                    answer = await member.replica.call(EngineReplica.generate, request)
             except ReplicaLostError:
                 continue  # `calling` removed it from the pool
             else:

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
+from async_rl.inference.stub import InProcess
 from async_rl.plan.description import Rates
 from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.heads import Span, merged_spans
@@ -73,7 +74,7 @@ class Decode:
         return sum(tokens for _, tokens in self.spans)
 
 
-class PlannedReplica:
+class PlannedReplica(InProcess):
     """See `async_rl.inference.replica.EngineReplica`. The request of `generate` is a Decode.
 
     Attributes:

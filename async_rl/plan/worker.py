@@ -18,6 +18,7 @@ from agent_loop.loop import Prompt
 from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.plan.description import Workload
 from async_rl.plan.replica import Decode, TracedSpan
 from async_rl.rollout.group_contents import ContentPlace
@@ -68,7 +69,7 @@ class GroupLengths:
         return np.maximum(lengths.round(), workload.turns).astype(np.int64)
 
 
-class PlannedWorker:
+class PlannedWorker(InProcess):
     """See `async_rl.rollout.worker.RolloutWorker`. `spans` gets tools, requests and trajectories."""
 
     def __init__(

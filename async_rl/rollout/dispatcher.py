@@ -20,7 +20,8 @@ from agent_loop.loop import Prompt
 from async_rl.files.logs import with_notes
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.notifier import Notifier
-from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
+from async_rl.inference.pool import Member, ReplicaPool
+from async_rl.inference.stub import Stub
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
@@ -28,7 +29,7 @@ from async_rl.rollout.content.reader import remove_settled
 from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
-from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, WorkerEvent
+from async_rl.rollout.worker import LostReplica, RolloutWorker
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 from message_queue.trajectory import Trajectory
@@ -40,30 +41,8 @@ class WorkerLostError(RuntimeError):
     """A rollout worker is dead or silent; another one continues its groups."""
 
 
-class Worker(Protocol):
-    """A worker in this process or another one; see `async_rl.rollout.worker.RolloutWorker` for each call.
-
-    Raises:
-        WorkerLostError: from every call, if the worker is dead or silent.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    async def open(self, place: ContentPlace, *, writer: str) -> None: ...
-    async def roll(
-        self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, ContentOrRef]: ...
-    async def cancel(self, group: int, *, reason: str) -> None: ...
-    async def flush(self) -> None: ...
-    async def forget(self, groups: Collection[int]) -> None: ...
-    async def pause_tools(self) -> None: ...
-    async def resume_tools(self) -> None: ...
-    async def avoid(self, names: Collection[str]) -> None: ...
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts: ...
-    async def follow(self, replicas: Sequence[PoolReplica]) -> None: ...
-    async def events(self) -> list[WorkerEvent]: ...
-    async def end(self) -> None: ...
+Worker = Stub[RolloutWorker]
+"""A worker in this process or another one. Each call raises WorkerLostError if the worker is dead or silent."""
 
 
 class WorkerFactory(Protocol):
@@ -159,7 +138,7 @@ class Dispatcher:
         self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of all earlier writers
         writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
         self._num_writers += len(writers)
-        await self._all(lambda worker: worker.open(place, writer=writer_name(writers[worker])))
+        await self._all(lambda worker: worker.call(RolloutWorker.open, place, writer=writer_name(writers[worker])))
         keep = set(map(writer_name, writers.values()))
         await asyncio.to_thread(remove_settled, place.directory, live, keep=keep)
 
@@ -176,7 +155,9 @@ class Dispatcher:
             member = await self._least()
             member.groups[group] = admission
             try:
-                rolled, content = await member.worker.roll(prompt, admission, existing, handout=next(self._handouts))
+                rolled, content = await member.worker.call(
+                    RolloutWorker.roll, prompt, admission, existing, handout=next(self._handouts)
+                )
             except WorkerLostError as error:
                 self._lose(member, error)
                 existing = await self._stored(group)
@@ -191,32 +172,34 @@ class Dispatcher:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         for member in self._live:
             if group in member.groups:
-                cancel = asyncio.create_task(self._call(member, lambda worker: worker.cancel(group, reason=reason)))
+                cancel = asyncio.create_task(
+                    self._call(member, lambda worker: worker.call(RolloutWorker.cancel, group, reason=reason))
+                )
                 self._cancels.add(cancel)
                 cancel.add_done_callback(self._cancels.discard)
 
     async def flush(self) -> None:
         """Return once all answers of engines so far are stored."""
-        await self._all(lambda worker: worker.flush())
+        await self._all(lambda worker: worker.call(RolloutWorker.flush))
 
     async def forget(self, groups: Collection[int]) -> None:
         """Remove the content of groups that will not be read again."""
-        await self._all(lambda worker: worker.forget(groups))
+        await self._all(lambda worker: worker.call(RolloutWorker.forget, groups))
 
     async def pause(self) -> None:
         """No tool starts until `resume`."""
         self._tools_paused = True
-        await self._control(lambda worker: worker.pause_tools())
+        await self._control(lambda worker: worker.call(RolloutWorker.pause_tools))
 
     async def resume(self) -> None:
         """Tools start again."""
         self._tools_paused = False
-        await self._control(lambda worker: worker.resume_tools())
+        await self._control(lambda worker: worker.call(RolloutWorker.resume_tools))
 
     async def avoid(self, replicas: Collection[str]) -> None:
         """Return once every worker sends requests to these replicas only if no other is live."""
         self._avoided = frozenset(replicas)
-        await self._control(lambda worker: worker.avoid(self._avoided))
+        await self._control(lambda worker: worker.call(RolloutWorker.avoid, self._avoided))
 
     def end_soon(self) -> None:
         """Note that `end` follows: `pause`, `resume` and `avoid` wait for a blocked worker as long as `flush` does."""
@@ -260,7 +243,7 @@ class Dispatcher:
 
     async def end(self) -> None:
         """End all rollouts immediately, and close the files of their content."""
-        await self._all(lambda worker: worker.end())
+        await self._all(lambda worker: worker.call(RolloutWorker.end))
         self._recovered.clear()
         for _ in range(self._lost.qsize()):
             member, _, error = self._lost.get_nowait()
@@ -286,7 +269,7 @@ class Dispatcher:
             await self._least()
             member = self._live[slot % len(self._live)]
             try:
-                rollouts, spans = await member.worker.validate(prompts, number=number)
+                rollouts, spans = await member.worker.call(RolloutWorker.validate, prompts, number=number)
             except WorkerLostError as error:
                 self._lose(member, error)
                 await member.gone.wait()  # the next worker makes requests of the same names
@@ -305,7 +288,7 @@ class Dispatcher:
     async def _listen(self, member: _Member) -> None:
         while True:
             try:
-                events = await member.worker.events()
+                events = await member.worker.call(RolloutWorker.events)
             except WorkerLostError as error:
                 self._lose(member, error)
                 return
@@ -331,7 +314,8 @@ class Dispatcher:
                 await self._pool.changed.wait()
             else:
                 self._followed = live
-                await self._all(lambda worker, of=live: worker.follow([member.replica for member in of]))
+                replicas = [member.replica for member in live]
+                await self._all(lambda worker, to=replicas: worker.call(RolloutWorker.follow, to))
 
     async def _replace(
         self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
@@ -369,7 +353,7 @@ class Dispatcher:
                 lost.worker = worker  # if this is cancelled, the next `watch` removes it
                 if self._place is not None:
                     number, self._num_writers = self._num_writers, self._num_writers + 1
-                    await worker.open(self._place, writer=writer_name(number))
+                    await worker.call(RolloutWorker.open, self._place, writer=writer_name(number))
                 await self._adopt_publish(worker)
             except WorkerLostError as error:
                 self._note(f"rollout worker {name} did not start: {with_notes(error)}")
@@ -389,10 +373,10 @@ class Dispatcher:
         while (paused, avoided) != (self._tools_paused, self._avoided):
             if paused != self._tools_paused:
                 paused = self._tools_paused
-                await (worker.pause_tools() if paused else worker.resume_tools())
+                await worker.call(RolloutWorker.pause_tools if paused else RolloutWorker.resume_tools)
             else:
                 avoided = self._avoided
-                await worker.avoid(avoided)
+                await worker.call(RolloutWorker.avoid, avoided)
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
         if self._place is not None:
@@ -417,7 +401,7 @@ class Dispatcher:
             try:
                 await asyncio.wait((answer, ending), return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
-                    await self._call(member, lambda worker: worker.flush())
+                    await self._call(member, lambda worker: worker.call(RolloutWorker.flush))
                 if answer.done() or member in self._live:
                     await answer
             finally:

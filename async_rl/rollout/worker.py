@@ -13,16 +13,17 @@ from agent_loop.timeline import TimeSpan
 from agent_loop.tools.tool import PauseGate
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
+from async_rl.inference.stub import InProcess
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.group_contents import ContentPlace
+from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead, head_of
 from message_queue.sqlite_file import JournalError
-from message_queue.training_sequence import GroupContent, content_of
+from message_queue.training_sequence import content_of
 from message_queue.trajectory import Trajectory
 
 APPEND_TURNS = 20  # event-loop iterations in which rollouts append received answers
@@ -60,7 +61,7 @@ WorkerEvent = str | FailedRollout | LostReplica
 """Text of a failed rollout or tool, a rollout that failed at its last try, or a failed replica."""
 
 
-class RolloutWorker:
+class RolloutWorker(InProcess):
     """RecoveryLoop on one event loop; each call is made by the dispatcher.
 
     Args:
@@ -108,8 +109,11 @@ class RolloutWorker:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, GroupContent | None]:
-        """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group."""
+    ) -> tuple[RolledGroup, ContentOrRef]:
+        """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group.
+
+        A caller in another process gets a reference to the content.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._rolls[admission.group] = task
@@ -127,7 +131,7 @@ class RolloutWorker:
         """Give up a group; see `Rollouter.cancel`."""
         self._rollouter.cancel(group, reason=reason)
 
-    def stop(self, group: int) -> None:
+    async def stop(self, group: int) -> None:
         """End the rollouts of a group whose caller is gone."""
         if (task := self._rolls.get(group)) is not None:
             task.cancel()
@@ -160,7 +164,8 @@ class RolloutWorker:
         return await self._validator.run(prompts, number=number), self._validator.timeline.take()
 
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:
-        """Use exactly these replicas; no effect here, because a worker in the driver's process shares its pool."""
+        """Use exactly these replicas from now on."""
+        self._pool.follow(replicas)
 
     async def avoid(self, names: Collection[str]) -> None:
         """Send requests to these replicas only if no other is live."""

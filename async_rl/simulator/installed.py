@@ -13,7 +13,8 @@ from unittest import mock
 
 from agent_loop.programs.endpoint import server
 from agent_loop.programs.program import ProgramLoop
-from async_rl.cluster import queue_host, rollout_workers
+from async_rl.cluster import build_worker
+from async_rl.cluster import queue as queue_process
 from async_rl.controller import recovery as controller_recovery
 from async_rl.rollout import dispatcher, worker
 from async_rl.rollout.content import writer
@@ -36,13 +37,13 @@ def installed(world: World) -> Generator[None]:
         (writer, "FILE_BYTES", world.scenario.file_bytes),
         (controller_recovery, "read_content", world.read_content),
         (dispatcher, "read_stored", world.read_stored),
-        (queue_host, "open_queue", world.open_queue),
+        (queue_process, "open_queue", world.open_queue),
         (worker, "ContentWriter", SimpleNamespace(open=world.open_writer)),
-        (rollout_workers, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _path: model.SimulatedTokenizer())),
-        (rollout_workers, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING, family="simulated")),
-        (rollout_workers, "ReplicaRouter", partial(WatchedRouter, world)),
-        (rollout_workers, "turn_reader", lambda _tokenizer, family: model.read_turn),
-        (rollout_workers, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
+        (build_worker, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _path: model.SimulatedTokenizer())),
+        (build_worker, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING, family="simulated")),
+        (build_worker, "ReplicaRouter", partial(WatchedRouter, world)),
+        (build_worker, "turn_reader", lambda _tokenizer, family: model.read_turn),
+        (build_worker, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
         (server, "serve", partial(Endpoint, world)),
     ]
     with ExitStack() as stack:

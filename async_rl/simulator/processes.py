@@ -117,7 +117,7 @@ class Process:
             reply.set_exception(RayActorError())
             return reply
         delay = self._latency()
-        calls = [call.method for call in args[1]] if method == "exchange" else [method]
+        calls = [call.method for call in args[1]] if method == "exchange" else [args[0] if method == "call" else method]
         points = (f"message/{self.process_name}", *(f"call/{self.process_name}.{call}" for call in calls))
         faults = [self._world.fault(point) for point in points]
         kind, late_s = next((fault for fault in reversed(faults) if fault[0]), ("", 0.0))
@@ -155,7 +155,8 @@ class Process:
         except Exception as cause:  # noqa: BLE001 - as Ray does: it is raised where the answer is awaited
             error = RayTaskError(method, "", cause).as_instanceof_cause()
         if method not in ("exchange", "collect"):
-            self.observed(method, args, result=result, error=error)
+            called, *rest = args if method == "call" else (method, *args)
+            self.observed(called, tuple(rest), result=result, error=error)
         if self.dead:
             error = RayActorError()
         if not self.hung:

@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import EngineError
-from async_rl.cluster.actors import ReplicaHost, RolloutHost
-from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
-from async_rl.cluster.queue_client import QueueClient
-from async_rl.cluster.queue_host import QueueHost
-from async_rl.cluster.rollout_workers import WorkerClient, addresses, build_remote_worker
+from async_rl.cluster.queue import QueueClient, QueueHost
+from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.worker import RolloutHost, WorkerClient
 from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
-from async_rl.inference.replica import EngineReplica
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
@@ -176,15 +173,15 @@ class Run:
 
     def _worker(self, name: str) -> WorkerClient:
         host = RolloutHost()
-        replicas = addresses([member.replica for member in self.pool.live])
-        host.serve(*build_remote_worker(self._config, name=name, checkpoint=Path(), replicas=replicas))
+        replicas = [member.replica for member in self.pool.live]
+        host.serve(self._config, name=name, checkpoint=Path(), replicas=replicas)
         actor = cast(Any, self._process(name, host))
         return WorkerClient(actor, name=name, timeout_s=CALL_S, stop_timeout_s=STOP_S)
 
     def _replica(self, slot: int, name: str) -> ReplicaClient:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
-        host._serve(cast(EngineReplica[Any], Observed(replica)))  # pyright: ignore[reportPrivateUsage]
+        host.serve(Observed(replica), refusals=REFUSALS)
         return ReplicaClient(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
 
     def _process(self, name: str, host: object) -> Process:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from async_rl.cluster.clients import TrainerError, TrainerLostError
+from async_rl.cluster.trainer import TrainerError, TrainerLostError
+from async_rl.inference.stub import InProcess
 from async_rl.rollout.group_contents import fetched
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.weights.transport import WeightUpdate
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
 
 
-class SimulatedTrainer:
+class SimulatedTrainer(InProcess):
     """See `controller.recovery.Trainer`. digest: of the weights now. train_step: updates they hold."""
 
     def __init__(self, world: World) -> None:

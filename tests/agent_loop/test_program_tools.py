@@ -3,10 +3,9 @@
 import pytest
 
 from agent_loop.loop import RolloutError
-from agent_loop.tools import program_tools
 from agent_loop.tools.program_tools import python_tool, shell_tool
 from agent_loop.tools.sandbox import SandboxError, SandboxLimits, check_sandbox
-from agent_loop.tools.tool import ToolCall, ToolRunner
+from agent_loop.tools.tool import ToolCall, ToolRunner, program_tools
 from async_rl import Task
 
 try:

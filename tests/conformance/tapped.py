@@ -16,6 +16,7 @@ from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.inference.vllm.engine import VllmBackend
 from message_queue.tokens import TokenOutput
@@ -29,7 +30,7 @@ Start = Callable[[str], Awaitable[Any]]
 """Starts a replica of a name."""
 
 
-class Tap:
+class Tap(InProcess):
     """A replica whose calls are counted, and whose answers are recorded by session.
 
     Args:

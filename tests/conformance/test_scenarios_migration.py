@@ -16,6 +16,7 @@ import pytest_asyncio
 from agent_loop.engine import GenerateRequest, ReplicaLostError
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.inference.vllm.engine import VllmReplica
 from message_queue.tokens import TokenOutput
 from tests.conformance.checks import assert_sent_once, assert_true, sampled_of
@@ -64,7 +65,7 @@ async def pair(two_engines: Pair) -> AsyncIterator[Pair]:
         await tested.end()
 
 
-class MortalReplica:
+class MortalReplica(InProcess):
     """A replica as a router sees it, until it dies: requests in flight then return nothing."""
 
     def __init__(self, tested: EngineUnderTest) -> None:

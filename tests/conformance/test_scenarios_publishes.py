@@ -22,8 +22,9 @@ from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.checkpoint_weights import published_shapes
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import DeliveryError, KVPolicy
+from async_rl.inference.replica import DeliveryError, EngineReplica, KVPolicy
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import read_tensors, update_files
@@ -119,7 +120,7 @@ async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) 
     return assert_whole(tested, *rollouts)
 
 
-class Routed:
+class Routed(InProcess):
     """The replicas of a pool, as one: requests go through the router of a run.
 
     Attributes:
@@ -135,7 +136,7 @@ class Routed:
         return await self._router.generate(request)
 
     async def abort(self) -> int:
-        return sum(await asyncio.gather(*(member.replica.abort() for member in self.pool.live)))
+        return sum(await asyncio.gather(*(member.replica.call(EngineReplica.abort) for member in self.pool.live)))
 
 
 class RollingPublishes(EngineUnderTest):

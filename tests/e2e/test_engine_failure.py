@@ -26,9 +26,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agent_loop.engine import EngineError, GenerateRequest
-from async_rl.cluster.actors import start_ray
-from async_rl.cluster.clients import ReplicaClient
-from async_rl.config import ClusterConfig
+from async_rl.cluster.placement import start_ray
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.config import ClusterConfig, load_config
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from async_rl.weights.transport import WeightUpdate
@@ -120,11 +120,10 @@ async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
     try:
         with pytest.raises(EngineError, match="replica-0") as raised:
             await ReplicaClient.start(
-                config,
+                replace(load_config(["trainer.router_replay=none"]), engine=config),
                 name="replica-0",
                 checkpoint=checkpoint,
-                capture_routing=False,
-                options={"num_cpus": 1},
+                places=[{"num_cpus": 1}],
                 log=tmp_path / "replica-0.log",
             )
     finally:

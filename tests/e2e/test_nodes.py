@@ -17,11 +17,12 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
-from async_rl.cluster.actors import Placement, start_ray
-from async_rl.cluster.clients import ReplicaClient
-from async_rl.config import ClusterConfig
+from async_rl.cluster.placement import Placement, start_ray
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.config import ClusterConfig, load_config
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
+from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
@@ -83,7 +84,7 @@ class Served:
 
     async def ask(self, name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Any:
         ask = GenerateRequest(request_id=name, token_ids=tokens(30, seed=seed), max_new_tokens=max_new_tokens)
-        return (await self.replica.generate(ask))[0]
+        return (await self.replica.call(EngineReplica.generate, ask))[0]
 
     async def check(self, version: int) -> None:
         """Tokens, rows and logprobs are those of transformers with the weights of a version."""
@@ -98,7 +99,7 @@ class Served:
     async def update_in_flight(self, version: int) -> None:
         """Publish a version while a request is frozen, whose K/V it computes again with the experts of before."""
         ask = GenerateRequest(request_id="long", token_ids=tokens(30), max_new_tokens=400)
-        running = asyncio.create_task(self.replica.generate(ask))
+        running = asyncio.create_task(self.replica.call(EngineReplica.generate, ask))
         await asyncio.sleep(0.3)
         await self.publish(version, on_update="keep")
         first, second = await running
@@ -120,17 +121,14 @@ async def serving(config: EngineConfig, models: Models, folder: Path) -> AsyncIt
     placed = ClusterConfig(strategy="STRICT_SPREAD", cpus_per_replica=NODES)
     placement = Placement(placed, ranks=0, replicas=1, workers=0, gpus_per_replica=0, nodes_per_replica=NODES)
     await placement.ready()
-    first, *others = placement.replica(0)
     versions = VersionServer(HOST, models.updates[0].path.parent)
     replica = await ReplicaClient.start(
-        config,
+        replace(load_config(["trainer.router_replay=R3"]), engine=config),
         name="replica-0",
         checkpoint=models.paths[0],
-        capture_routing=True,
-        options=first,
+        places=placement.replica(0),
         log=folder / "replica-0.log",
         store=folder / "store",
-        followers=others,
     )
     try:
         yield Served(replica, models, versions, folder)
@@ -194,6 +192,6 @@ async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first
         await served.update_in_flight(2)
         await served.check(2)
         assert [path.name for path in served.stores] == ["weights-2"] * NODES
-        leader = psutil.Process(await served.replica.pid())
+        leader = psutil.Process(await served.replica.pid(timeout_s=60))
         leader.kill()
         await until_none(tmp_path)

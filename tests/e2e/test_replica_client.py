@@ -19,12 +19,14 @@ import ray
 
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from agent_loop.loop import Message, Prompt
-from async_rl.cluster.actors import ReplicaHost, TrainerActor, start_ray
-from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.placement import start_ray
+from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.trainer import TrainerActor
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.worker import RolloutWorker
 from message_queue.contract import Admission
 from message_queue.tokens import StopReason
 from tests.helpers.fakes import FakeEngine, fake_weights
@@ -54,7 +56,7 @@ class FakeHost(ReplicaHost):
                     return None
 
         self._engine = ClosableEngine(lambda _ids: 7, token_s=token_s, fail=fail)
-        self._serve(cast(EngineReplica[Any], self._engine))
+        self.serve(self._engine, refusals=REFUSALS)
 
     async def in_flight(self) -> int:
         return self._engine.in_flight
@@ -70,7 +72,7 @@ class Worker:
         self._replica = ReplicaClient(address, client="worker-0")
 
     async def generate(self, asked: GenerateRequest) -> int:
-        return len((await self._replica.generate(asked))[0])
+        return len((await self._replica.call(EngineReplica.generate, asked))[0])
 
 
 class BlockedWorker:
@@ -85,7 +87,7 @@ class BlockedWorker:
     async def pid(self) -> int:
         return os.getpid()
 
-    async def end(self) -> None:
+    async def call(self, _method: str) -> None:
         return
 
     @cast(Any, ray.method)(num_returns=2)
@@ -119,15 +121,17 @@ async def until_in_flight(actor: Any, count: int) -> None:
 
 async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: None):
     replica, actor = await fake_replica(token_s=1.0)  # all outlast the time-out of a control call
-    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(2000)]
+    tasks = [
+        asyncio.create_task(replica.call(EngineReplica.generate, request(f"r{i}", tokens=5000))) for i in range(2000)
+    ]
     await until_in_flight(actor, 2000)
-    await replica.pause()
-    assert await replica.abort() == 2000
+    await replica.call(EngineReplica.pause)
+    assert await replica.call(EngineReplica.abort) == 2000
     results = await asyncio.gather(*tasks)
     assert {segments[-1].stop_reason for segments in results} == {StopReason.ABORT}
-    held = asyncio.create_task(replica.generate(request("held")))
-    assert await replica.load(fake_weights(1)) == fake_weights(1)  # type: ignore[arg-type]
-    await replica.resume()
+    held = asyncio.create_task(replica.call(EngineReplica.generate, request("held")))
+    assert await replica.call(EngineReplica.load, fake_weights(1)) == fake_weights(1)  # type: ignore[arg-type]
+    await replica.call(EngineReplica.resume)
     assert (await held)[0].weights == fake_weights(1)
     await replica.close(timeout_s=5)
 
@@ -135,7 +139,8 @@ async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: N
 async def test_replica_client_gives_each_error_to_its_own_caller(cluster: None):
     replica, _ = await fake_replica()
     bad, odd, good = await asyncio.gather(
-        *(replica.generate(request(name)) for name in ("bad", "odd", "good")), return_exceptions=True
+        *(replica.call(EngineReplica.generate, request(name)) for name in ("bad", "odd", "good")),
+        return_exceptions=True,
     )
     assert isinstance(bad, AnswerError) and str(bad) == "fake-0: request bad.: nonsense"
     assert type(odd) is EngineError and "fake-0: generate failed: KeyError: 'no such rows'" in str(odd)
@@ -146,25 +151,27 @@ async def test_replica_client_gives_each_error_to_its_own_caller(cluster: None):
 async def test_replica_clients_of_two_processes_share_a_replica(cluster: None):
     replica, actor = await fake_replica(token_s=0.01)
     worker: Any = ray.remote(Worker).options(num_cpus=1).remote(replica.address)
-    own = asyncio.create_task(replica.generate(request("own", tokens=100_000)))
+    own = asyncio.create_task(replica.call(EngineReplica.generate, request("own", tokens=100_000)))
     theirs = asyncio.ensure_future(worker.generate.remote(request("theirs", tokens=100_000)))
     await until_in_flight(actor, 2)
     own.cancel()
     await until_in_flight(actor, 1)
     assert await worker.generate.remote(request("short")) == 4
-    await replica.pause()
-    assert await replica.abort() == 1
+    await replica.call(EngineReplica.pause)
+    assert await replica.call(EngineReplica.abort) == 1
     assert await theirs > 0
-    await replica.resume()
+    await replica.call(EngineReplica.resume)
     ray.kill(worker)
-    assert len((await replica.generate(request("later")))[0]) == 4
+    assert len((await replica.call(EngineReplica.generate, request("later")))[0]) == 4
     await replica.close(timeout_s=5)
 
 
 @pytest.mark.parametrize("limit_s", [None, 0.5], ids=["cancelled", "out of time"])
 async def test_a_caller_that_ends_takes_its_request_out_of_the_engine(cluster: None, limit_s: float | None):
     replica, actor = await fake_replica(token_s=0.01)
-    task = asyncio.create_task(asyncio.wait_for(replica.generate(request("long", tokens=100_000)), limit_s))
+    task = asyncio.create_task(
+        asyncio.wait_for(replica.call(EngineReplica.generate, request("long", tokens=100_000)), limit_s)
+    )
     if limit_s is None:
         await until_in_flight(actor, 1)
         task.cancel()
@@ -176,7 +183,7 @@ async def test_a_caller_that_ends_takes_its_request_out_of_the_engine(cluster: N
 
 async def test_close_of_a_stopped_process_returns_in_time(cluster: None):
     replica, _ = await fake_replica()
-    process = psutil.Process(await replica.pid())
+    process = psutil.Process(await replica.pid(timeout_s=20.0))
     process.suspend()
     with pytest.raises(TimeoutError):
         await replica.close(timeout_s=0.5)
@@ -186,22 +193,24 @@ async def test_close_of_a_stopped_process_returns_in_time(cluster: None):
 
 async def test_a_dead_process_fails_every_caller_and_every_control_call(cluster: None):
     replica, actor = await fake_replica(token_s=0.05)
-    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(20)]
+    tasks = [
+        asyncio.create_task(replica.call(EngineReplica.generate, request(f"r{i}", tokens=5000))) for i in range(20)
+    ]
     await until_in_flight(actor, 20)
     actor.die.remote()
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     assert {type(outcome) for outcome in outcomes} == {ReplicaLostError}
     with pytest.raises(ReplicaLostError, match="fake-0"):
-        await replica.pause()
+        await replica.call(EngineReplica.pause)
     with pytest.raises(ReplicaLostError, match="fake-0"):
-        await replica.generate(request("later"))
+        await replica.call(EngineReplica.generate, request("later"))
 
 
 async def test_a_killed_replica_shows_the_end_of_its_log(cluster: None, tmp_path: Path):
     log = tmp_path / "fake-0.log"
     replica, _ = await fake_replica(token_s=0.05, log=log, line="out of memory")
-    tasks = [asyncio.create_task(replica.generate(request(f"r{i}", tokens=5000))) for i in range(3)]
-    os.kill(await replica.pid(), signal.SIGKILL)
+    tasks = [asyncio.create_task(replica.call(EngineReplica.generate, request(f"r{i}", tokens=5000))) for i in range(3)]
+    os.kill(await replica.pid(timeout_s=20.0), signal.SIGKILL)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     for outcome in outcomes:
         assert isinstance(outcome, ReplicaLostError)
@@ -213,10 +222,10 @@ async def test_a_killed_replica_shows_the_end_of_its_log(cluster: None, tmp_path
 async def test_a_replica_whose_log_cannot_be_opened_works_and_reports_it(cluster: None, tmp_path: Path):
     log = tmp_path / "no such folder" / "fake-0.log"
     replica, actor = await fake_replica(log=log)
-    assert len((await replica.generate(request("one")))[-1]) > 0
+    assert len((await replica.call(EngineReplica.generate, request("one")))[-1]) > 0
     actor.die.remote()
     with pytest.raises(ReplicaLostError) as raised:
-        await replica.generate(request("two", tokens=100_000))
+        await replica.call(EngineReplica.generate, request("two", tokens=100_000))
     assert str(log) in raised.value.__notes__[0] and "no log" in raised.value.__notes__[0]
 
 
@@ -224,15 +233,15 @@ async def test_a_rollout_worker_whose_tool_never_returns_is_killed_at_a_stop(clu
     blocks = tmp_path / "blocks"
     actor: Any = ray.remote(BlockedWorker).options(num_cpus=1).remote(blocks)
     worker = WorkerClient(actor, name="worker-0", timeout_s=300.0, stop_timeout_s=0.5)
-    process = psutil.Process(await worker.pid())
+    process = psutil.Process(await worker.pid(timeout_s=300.0))
     prompt = Prompt(index=0, messages=(Message(role="user", content="?"),))
     admission = Admission(group=0, prompt=0, admitted_version=0, admitted_update=0)
-    roll = asyncio.create_task(worker.roll(prompt, admission, handout=0))
+    roll = asyncio.create_task(worker.call(RolloutWorker.roll, prompt, admission, handout=0))
     async with asyncio.timeout(120):
         while not blocks.exists():  # noqa: ASYNC110 - a blocked actor tells nothing
             await asyncio.sleep(0.01)
         with pytest.raises(WorkerLostError):
-            await worker.end()
+            await worker.call(RolloutWorker.end)
         await worker.close(timeout_s=60.0)
         with pytest.raises(WorkerLostError):
             await roll

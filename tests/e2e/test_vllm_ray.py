@@ -14,9 +14,10 @@ import ray
 import torch
 
 from agent_loop.engine import GenerateRequest, ReplicaLostError
-from async_rl.cluster.actors import Placement, PlacementError, start_ray
-from async_rl.cluster.clients import ReplicaClient
-from async_rl.config import ClusterConfig
+from async_rl.cluster.placement import Placement, PlacementError, start_ray
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.config import ClusterConfig, load_config
+from async_rl.inference.replica import EngineReplica
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_tensors
 from message_queue.tokens import StopReason, TokenOutput
@@ -49,7 +50,7 @@ def cluster() -> Iterator[None]:
 
 async def generate(replica: ReplicaClient, name: str, *, max_new_tokens: int = 24) -> TokenOutput:
     ask = GenerateRequest(request_id=name, token_ids=tokens(30), max_new_tokens=max_new_tokens)
-    return (await replica.generate(ask))[0]
+    return (await replica.call(EngineReplica.generate, ask))[0]
 
 
 async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
@@ -57,26 +58,26 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
 ):
     paths = [save_checkpoint(qwen3_moe_config(), tmp_path / str(seed), seed=seed) for seed in (0, 1)]
     update = write_update(tmp_path / "updates", version=1, tensors=read_tensors(paths[1] / "model.safetensors"))
+    config = load_config(["trainer.router_replay=R3"])
+    cluster_config = replace(config.cluster, replica_env={"NCCL_DEBUG": "WARN"})
     with monkeypatch.context() as driver:
         driver.setattr(torch.cuda, "is_available", lambda: True)  # as on a node that is not the replica's
         replica = await ReplicaClient.start(
-            CONFIG,
+            replace(config, engine=CONFIG, cluster=cluster_config),
             name="replica-0",
             checkpoint=paths[0],
-            capture_routing=True,
-            options={"num_cpus": 1},
-            variables={"NCCL_DEBUG": "WARN"},
+            places=[{"num_cpus": 1}],
             log=tmp_path / "replica-0.log",
         )
     tasks = [asyncio.create_task(generate(replica, f"r{i}", max_new_tokens=400)) for i in range(24)]
-    while (await replica.stats()).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
+    while (await replica.call(EngineReplica.stats)).in_flight < 24:  # noqa: ASYNC110 - an actor has no event to wait on
         await asyncio.sleep(0.01)
-    await replica.pause()
-    assert await replica.abort() == 24
+    await replica.call(EngineReplica.pause)
+    assert await replica.call(EngineReplica.abort) == 24
     assert {(await task).stop_reason for task in tasks} == {StopReason.ABORT}
     held = asyncio.create_task(generate(replica, "held"))
-    assert await replica.load(update) == update.weights
-    await replica.resume()
+    assert await replica.call(EngineReplica.load, update) == update.weights
+    await replica.call(EngineReplica.resume)
     segment = await held
     assert segment.weights == update.weights
     assert segment.routed_experts is not None
@@ -85,7 +86,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     rows = segment.routed_experts.experts
     assert gap_with_rows(expected, both, segment.logprobs, rows, start=30, first_row=0) <= 1
 
-    actor = psutil.Process(await replica.pid())
+    actor = psutil.Process(await replica.pid(timeout_s=60))
     processes = [actor, *actor.children(recursive=True)]
     assert len(processes) >= 2, "the engine has a process of its own"
     expected_variables = {"NCCL_DEBUG": "WARN", **engine_environment(replace(CONFIG, device="cpu"))}
@@ -93,7 +94,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
         assert expected_variables.items() <= process.environ().items()
         assert "VLLM_USE_V2_MODEL_RUNNER" not in process.environ()
     lost = asyncio.create_task(generate(replica, "lost", max_new_tokens=400))
-    await replica.stats()
+    await replica.call(EngineReplica.stats)
     engine = next(process for process in processes if "EngineCore" in process.name())
     engine.kill()
     with pytest.raises(ReplicaLostError, match="replica-0") as raised:
@@ -101,7 +102,7 @@ async def test_a_replica_in_an_actor_generates_aborts_loads_and_ends(
     assert f"the end of {tmp_path}/replica-0.log:" in raised.value.__notes__[0]
     actor.kill()
     with pytest.raises(ReplicaLostError, match="replica-0"):
-        await replica.stats()
+        await replica.call(EngineReplica.stats)
     assert (await asyncio.to_thread(psutil.wait_procs, processes, timeout=30))[1] == []
 
 

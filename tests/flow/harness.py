@@ -7,6 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +18,7 @@ from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tools.tool import PauseGate
-from async_rl.cluster.queue_client import QueueClient
-from async_rl.cluster.queue_host import QueueHost
+from async_rl.cluster.queue import QueueClient, QueueHost
 from async_rl.config import CheckpointConfig, MismatchConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.controller import Controller, ControllerConfig
@@ -28,6 +28,7 @@ from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
@@ -103,7 +104,7 @@ class FakeReplica(FakeEngine):
 
 
 @dataclass
-class FakeTrainer:
+class FakeTrainer(InProcess):
     """Records its batches and exports. step_s: seconds of one train call on the event loop's clock.
 
     wrong_about: version whose tokens it scores differently from the engine. held: version that it scores by.
@@ -235,7 +236,7 @@ class Spy:
     def close(self): ...
 
 
-class LocalQueue(TrajectoryQueue):
+class LocalQueue(InProcess, TrajectoryQueue):
     """A queue of the process itself."""
 
     _drained = 0
@@ -247,6 +248,17 @@ class LocalQueue(TrajectoryQueue):
 
     async def closing_records(self):
         return await super().closing_records(self._drained)
+
+
+class WatchedQueue(QueueClient):
+    """The client of a queue whose calls tests replace: `queue.take = watched`."""
+
+    def __getattr__(self, name):
+        return partial(super().call, getattr(TrajectoryQueue, name))
+
+    async def call(self, method, /, *args, **options):
+        watched = self.__dict__.get(method.__name__)
+        return await (super().call(method, *args, **options) if watched is None else watched(*args, **options))
 
 
 def text_of_ids(token_ids):
@@ -331,7 +343,7 @@ class Harness:
             self.queue = LocalQueue(build_policy(options.pop("staleness"), **options), state=state)
         else:
             self.host = QueueHost(**options)
-            self.queue = QueueClient(DirectHandle(self.host), timeout_s=60.0)
+            self.queue = WatchedQueue(DirectHandle(self.host), timeout_s=60.0)
         self.recorder = Recorder(directory, console=self.spy, trackers=self.spy, rollouts=RecordConfig())
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
         loop = Loop(

@@ -13,6 +13,7 @@ from async_rl.config import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, Mismatch
 from async_rl.controller.interfaces import StageError
 from async_rl.controller.probe import FIRST_PROBES, MismatchError, Probe, k3_of_replicas
 from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.stub import InProcess
 from async_rl.rollout.schedule import read_schedule
 from async_rl.run import causes
 from async_rl.trainer.batch.training_batch import supervised_batch
@@ -135,7 +136,7 @@ def groups(count):
     return [content_of(PromptGroup(group=i, trajectories=t, **identity)) for i, t in enumerate(made)]
 
 
-class Scores:
+class Scores(InProcess):
     """Scores as the engine does, but `d` higher for the first `tokens` tokens of sequence `sequence`."""
 
     def __init__(self, *, sequence=0, d=0.0, tokens=None):

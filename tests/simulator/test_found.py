@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from agent_loop.engine import ReplicaLostError
-from async_rl.cluster.clients import TrainerLostError
-from async_rl.cluster.queue_host import QueueUnavailable
+from async_rl.cluster.queue import QueueUnavailable
+from async_rl.cluster.trainer import TrainerLostError
 from async_rl.controller.recovery import _lost_part
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.replica import DeliveryError

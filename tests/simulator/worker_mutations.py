@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import itertools
 
-from async_rl.cluster.clients import ReplicaClient
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.replica import ReplicaClient
+from async_rl.cluster.worker import WorkerClient
 from async_rl.inference.supervisor import Supervisor
 from async_rl.rollout.content import reader
 from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.worker import RolloutWorker
 from async_rl.simulator.run import Run, WatchedDispatcher
 from tests.simulator.defects import defect
 
@@ -50,7 +51,7 @@ class ToolsArePausedInTheFirstWorkerOnly(WatchedDispatcher):
         self._tools_paused = self.tools_paused = True
         for member in self._live[:1]:
             with contextlib.suppress(WorkerLostError):
-                await member.worker.pause_tools()
+                await member.worker.call(RolloutWorker.pause_tools)
 
 
 @defect("exactly once", of=reader._order, kinds=DIES)
@@ -67,8 +68,9 @@ class HandoutsStartAgainAtARestart(WatchedDispatcher):
 
 @defect("progress", kinds=("worker hangs",))
 class HungWorkerIsWaitedFor(WorkerClient):
-    async def events(self):
-        return await self._answer("events", self._actor.events.remote())
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._bounds["events"] = None
 
 
 @defect("versions", "failure", "progress", kinds=("successor dies",))
@@ -90,5 +92,10 @@ class RunWithoutAReplicaGoesOn(Supervisor):
 class NewWorkerStoresNothing(Run):
     async def start_worker(self, *, slot, name):
         worker = await super().start_worker(slot=slot, name=name)
-        worker.open = lambda place, *, writer: asyncio.sleep(0)
+        call = worker.call
+
+        async def call_but_open(method, /, *args, **options):
+            return None if method is RolloutWorker.open else await call(method, *args, **options)
+
+        worker.call = call_but_open
         return worker

@@ -25,7 +25,7 @@ sys.stdin.read()
 """
 DRIVER = """
 import contextlib, ray, sys
-from async_rl.cluster.actors import start_ray
+from async_rl.cluster.placement import start_ray
 from async_rl.cluster.remains import no_remains
 from async_rl.config import ClusterConfig
 

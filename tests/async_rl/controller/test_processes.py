@@ -11,10 +11,9 @@ from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from safetensors.torch import load_file
 
 from agent_loop.engine import EngineError, ReplicaLostError
-from async_rl.cluster.clients import TrainerLostError
-from async_rl.cluster.queue_client import QueueClient
-from async_rl.cluster.queue_host import QueueUnavailable
-from async_rl.cluster.rollout_workers import WorkerClient
+from async_rl.cluster.queue import QueueClient, QueueUnavailable
+from async_rl.cluster.trainer import TrainerLostError
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import ModelConfig, load_config
 from async_rl.controller import processes
 from async_rl.controller.processes import Processes
@@ -22,6 +21,7 @@ from async_rl.controller.recovery import RecoveryLoop
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.worker import RolloutWorker
 from async_rl.weights.model_info import is_quantized
 from tests.helpers import tiny_models
 
@@ -29,8 +29,8 @@ from tests.helpers import tiny_models
 class FakeTrainer:
     """Keeps the folder of weights that it removes when it is closed."""
 
-    def __init__(self, **options):
-        self.closed, self.pids, self.options = [], [7], options
+    def __init__(self, config=None):
+        self.closed, self.pids, self.config = [], [7], config
 
     async def close(self, *, timeout_s, remove_updates=None):
         self.closed.append(remove_updates)
@@ -43,7 +43,7 @@ def trainers(monkeypatch):
     started = []
 
     async def start(config, **options):
-        started.append(FakeTrainer(**options))
+        started.append(FakeTrainer(config))
         return started[-1]
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
@@ -86,7 +86,7 @@ async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_only(trainers,
     versions = tmp_path / "versions"
     async with contextlib.AsyncExitStack() as stack:
         running = processes_of(tmp_path, stack, placement=(placement := FakePlacement()))
-        first = await running._start_trainer(tmp_path, load_config([]).optimizer)
+        first = await running._start_trainer(running._config, tmp_path)
         second = await running.replace_trainer(first)
         assert first.closed == [None], "a replica that is restarted meanwhile needs them"
         assert second.closed == []
@@ -118,8 +118,8 @@ async def test_a_trainer_publishes_changes_if_asked_to_and_each_node_has_a_store
     route = ("sync.route=folder", f"sync.directory={tmp_path}", *(["sync.delta=true"] if delta else []))
     async with contextlib.AsyncExitStack() as stack:
         running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=route)
-        await running._start_trainer(tmp_path, load_config([]).optimizer)
-        assert trainers[0].options["delta"] is delta
+        await running._start_trainer(running._config, tmp_path)
+        assert trainers[0].config.sync.delta is delta
         assert running._store == Path("/dev/shm/versions-local")
         assert processes_of(tmp_path, stack, placement=FakePlacement())._store is None
 
@@ -128,13 +128,13 @@ async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path)
     started = []
 
     async def start(config, **options):
-        started.append((options["options"], options["followers"]))
-        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+        started.append(options["places"])
+        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
 
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
     async with contextlib.AsyncExitStack() as stack:
         await processes_of(tmp_path, stack, placement=FakePlacement())._start_replica(slot=1, name="replica-2")
-    assert started == [("replica 1", ["replica 1 node 1"])]
+    assert started == [["replica 1", "replica 1 node 1"]]
 
 
 @pytest.mark.parametrize("mode", ["at_once", "staged"])
@@ -142,8 +142,8 @@ async def test_a_replica_that_stages_knows_the_size_of_its_twin(mode, monkeypatc
     started = []
 
     async def start(config, **_):
-        started.append(config)
-        return SimpleNamespace(pid=lambda: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+        started.append(config.engine)
+        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
 
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
     folder = tiny_models.save_checkpoint(tiny_models.qwen3_moe_config(), tmp_path / "model", seed=0)
@@ -166,7 +166,7 @@ async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(
         async def start(*_, **__):
             pass
 
-        return SimpleNamespace(name=name, pid=lambda: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
+        return SimpleNamespace(name=name, pid=lambda **_: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
 
     async def start_engine(config, *, name="trainer", **options):
         return part(name, ends_with=all_engines)
@@ -179,7 +179,7 @@ async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(
         sizes = ("engine.replicas=2", "rollout.workers=2")
         running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=sizes)
         workers = running.create_rollout_workers()
-        await running._start_trainer(tmp_path, load_config([]).optimizer)
+        await running._start_trainer(running._config, tmp_path)
         replicas = [await running._start_replica(slot=i, name=f"replica-{i}") for i in range(2)]
         await running.start_rollout_workers(workers, ReplicaPool(replicas))
     assert ended == ["worker-0", "worker-1", "trainer", "replica-0", "replica-1"]
@@ -223,7 +223,7 @@ def actor_with(method, error):
 
 async def test_a_queue_that_dies_at_its_start_is_reported_in_one_line():
     died = RayActorError(error_msg="The actor died unexpectedly.\n\tclass_name: QueueHost\n\tpid: 7")
-    with pytest.raises(QueueUnavailable, match="RayActorError") as caught:
+    with pytest.raises(QueueUnavailable, match="the queue: process died during pid") as caught:
         await QueueClient(actor_with("pid", died), timeout_s=5).pid(timeout_s=5)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -231,7 +231,9 @@ async def test_a_queue_that_dies_at_its_start_is_reported_in_one_line():
 @pytest.mark.parametrize("died", [ObjectLostError("00", None, ""), ActorUnavailableError("no answer", None)])
 async def test_a_worker_that_does_not_answer_is_named(died):
     with pytest.raises(WorkerLostError, match="worker-0"):
-        await WorkerClient(actor_with("flush", died), name="worker-0", timeout_s=5, stop_timeout_s=5).flush()
+        await WorkerClient(actor_with("call", died), name="worker-0", timeout_s=5, stop_timeout_s=5).call(
+            RolloutWorker.flush
+        )
 
 
 def stage_failed():
@@ -288,7 +290,7 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
 
     async def start(config, *, checkpoint, **options):
         given.append(checkpoint)
-        own = {"close": lambda **_: asyncio.sleep(0), "pid": lambda: asyncio.sleep(0, 8)}
+        own = {"close": lambda **_: asyncio.sleep(0), "pid": lambda **_: asyncio.sleep(0, 8)}
         return SimpleNamespace(name="replica-0", pids=[7], **own)
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)

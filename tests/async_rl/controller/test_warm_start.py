@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from async_rl.config import WarmStartConfig
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
+from async_rl.inference.stub import InProcess
 from async_rl.rollout.task import TaskConfig
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -53,7 +54,7 @@ class Demonstrations:
         return [(np.arange(4, dtype=np.int32), np.ones(4, np.bool_))] * count
 
 
-class Trainer:
+class Trainer(InProcess):
     def __init__(self, fail_at=None):
         self.steps, self._fail_at = 0, fail_at
 

@@ -11,6 +11,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.replica import DeliveryError
+from async_rl.inference.stub import InProcess
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -19,7 +20,7 @@ TRAINER = (Source("trainer:1", (0, 1)),)
 UPDATE = WeightUpdate(Path("weights-4"), WeightVersion(4, "d"), buckets=("a", "b"), sources=TRAINER)
 
 
-class Replica:
+class Replica(InProcess):
     """Receives if all seats of a delivery are taken, after the outcomes in `outcomes`: fail, die, hang or wait.
 
     One that waits fails as soon as the delivery is ended in the store of its server.

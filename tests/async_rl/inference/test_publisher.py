@@ -16,6 +16,7 @@ from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import DeliveryError
+from async_rl.inference.stub import InProcess
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.weights.transport import Source, WeightUpdate
 from message_queue.tokens import WeightVersion
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.virtual_time
 UPDATE = WeightUpdate(path=Path("weights-1.safetensors"), weights=WeightVersion(1, "d1"))
 
 
-class ScriptedReplica:
+class ScriptedReplica(InProcess):
     """Keeps the names of its calls; `holds` is its checksum after a load."""
 
     def __init__(self, name="replica-0", *, loads=UPDATE.weights, hangs_at=None, dies_at=None, holds="c1"):
@@ -36,14 +37,14 @@ class ScriptedReplica:
         self.results = {"load": loads, "abort": 3, "freeze": 5, "checksum": holds}
 
     def __getattr__(self, name):
-        return functools.partial(self.call, name)
+        return functools.partial(self.called, name)
 
     async def fetch(self, update, seat=None):
         """Not among the calls: it does nothing where the trainer's files are."""
         if "fetch" in (self.hangs_at, self.dies_at):
-            await self.call("fetch")
+            await self.called("fetch")
 
-    async def call(self, name, *_args, kv=None):
+    async def called(self, name, *_args, kv=None):
         self.calls.append(name)
         self.kv = kv or self.kv
         if name == self.dies_at:
@@ -115,8 +116,8 @@ class Refusing(ScriptedReplica):
         super().__init__(name)
         self.at = at
 
-    async def call(self, name, *args, **options):
-        await super().call(name, *args, **options)
+    async def called(self, name, *args, **options):
+        await super().called(name, *args, **options)
         if name == self.at:
             raise EngineError(f"{self.name} refused at {name}")
         return self.results.get(name)
@@ -191,9 +192,9 @@ async def test_publish_lets_no_tool_start_until_replicas_resumed(hangs_at, on_up
     tools, passed_at = PauseGate(), []
 
     class Watching(ScriptedReplica):
-        async def call(self, name, *args, **options):
+        async def called(self, name, *args, **options):
             passed_at.append(tools._open.is_set())
-            return await super().call(name, *args, **options)
+            return await super().called(name, *args, **options)
 
     publisher = make_publisher([Watching(hangs_at=hangs_at)], on_update=on_update, tools=tools, timeout_s=0.05)
     with pytest.raises(ReplicaLostError) if hangs_at else contextlib.nullcontext():
@@ -208,11 +209,11 @@ async def test_publish_that_is_cancelled_leaves_no_replica_half_loaded(on_update
     reached, may_continue = asyncio.Event(), asyncio.Event()
 
     class Slow(ScriptedReplica):
-        async def call(self, name, *args, **options):
+        async def called(self, name, *args, **options):
             if name == at and not reached.is_set():
                 reached.set()
                 await may_continue.wait()
-            return await super().call(name, *args, **options)
+            return await super().called(name, *args, **options)
 
     replica, tools = Slow(), PauseGate()
     publisher = make_publisher([replica], on_update=on_update, tools=tools)
@@ -301,13 +302,13 @@ class TimedReplica(ScriptedReplica):
         super().__init__(name, **options)
         self._service, self._turns = service, turns
 
-    async def call(self, name, *args, **options):
+    async def called(self, name, *args, **options):
         if name == "pause":
             self._service.changed(self.name, paused=True)
         try:
             for _ in range(self._turns):
                 await asyncio.sleep(0)
-            result = await super().call(name, *args, **options)
+            result = await super().called(name, *args, **options)
         except BaseException:
             self._service.changed(self.name, paused=False)  # it left the pool
             raise
@@ -384,10 +385,10 @@ async def test_rolling_publish_moves_requests_before_a_pause_and_lets_tools_star
     rollouts, noted = RolloutsHere(), []
 
     class Watching(ScriptedReplica):
-        async def call(self, name, *args, **options):
+        async def called(self, name, *args, **options):
             noted.append((rollouts.avoided, rollouts.gate._open.is_set()))
             assert self.name in rollouts.avoided
-            return await super().call(name, *args, **options)
+            return await super().called(name, *args, **options)
 
     replicas = [Watching(f"replica-{i}") for i in range(3)]
     publisher = Publisher(replicas, on_update=on_update, rollouts=rollouts, max_paused=1, timeout_s=1)
@@ -409,11 +410,11 @@ async def test_rolling_publish_that_is_cancelled_finishes_the_paused_replicas_on
     reached, may_continue = asyncio.Event(), asyncio.Event()
 
     class Slow(ScriptedReplica):
-        async def call(self, name, *args, **options):
+        async def called(self, name, *args, **options):
             if name == "load":
                 reached.set()
                 await may_continue.wait()
-            return await super().call(name, *args, **options)
+            return await super().called(name, *args, **options)
 
     replicas = [Slow("a"), Slow("b")]
     publisher = make_publisher(replicas, max_paused=1)
@@ -429,9 +430,9 @@ async def test_rolling_publish_that_is_cancelled_finishes_the_paused_replicas_on
 
 async def test_time_limit_of_a_rolling_publish_holds_for_each_replica():
     class Slow(ScriptedReplica):
-        async def call(self, name, *args, **options):
+        async def called(self, name, *args, **options):
             await asyncio.sleep(0.04 if name == "load" else 0)
-            return await super().call(name, *args, **options)
+            return await super().called(name, *args, **options)
 
     pool = ReplicaPool([Slow(f"replica-{i}") for i in range(4)])
     await make_publisher(pool, max_paused=1, timeout_s=0.1).publish(UPDATE)
@@ -472,12 +473,12 @@ class Undelivered(ScriptedReplica):
         super().__init__(name)
         self.at, self.fails = at, fails
 
-    async def call(self, name, *args, **options):
+    async def called(self, name, *args, **options):
         if name == self.at and self.fails:
             self.fails -= 1
             self.calls.append(name)
             raise DeliveryError(f"{self.name}: bucket 1 of weights-1 did not come from trainer:1")
-        return await super().call(name, *args, **options)
+        return await super().called(name, *args, **options)
 
 
 @pytest.mark.parametrize("at", ["stage", "load"])

@@ -13,13 +13,14 @@ import numpy as np
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
+from async_rl.inference.stub import InProcess
 from async_rl.simulator.virtual_time import run_in_virtual_time
 
 PROMPT = 200
 STAY, RULE = math.inf, 1.25
 
 
-class SharedReplica:
+class SharedReplica(InProcess):
     """m requests in flight get a token each every (20 + m / 2) ms; a prefix token not cached costs 1/50 of one."""
 
     def __init__(self, name, *, slower=1.0):

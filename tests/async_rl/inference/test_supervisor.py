@@ -14,6 +14,7 @@ from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import ReplicaStats
+from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.worker import LostReplica
@@ -29,7 +30,7 @@ STATS = ReplicaStats(busy_seconds=0.0, in_flight=0, tokens_sampled=0)
 SETTLED_S = 60.0
 
 
-class Mortal:
+class Mortal(InProcess):
     """A replica that dies at the call `dies_at`, or when it is killed."""
 
     def __init__(self, name, *, dies_at=None, fetch_s=0.1):

@@ -7,6 +7,7 @@ import pytest
 from agent_loop.loop import Message, Prompt
 from agent_loop.timeline import TimeSpan
 from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
@@ -28,7 +29,7 @@ def prompt(index):
     return Prompt(index=index, messages=(Message(role="user", content="?"),))
 
 
-class FakeWorker:
+class FakeWorker(InProcess):
     """A worker whose rolls end when a test ends them.
 
     rolled: groups. calls: all others.

@@ -14,6 +14,7 @@ import numpy as np
 from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
 from async_rl.inference.replica import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
+from async_rl.inference.stub import InProcess
 from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
@@ -56,7 +57,7 @@ class _Decode:
         self.moving.set()
 
 
-class FakeEngine:
+class FakeEngine(InProcess):
     """An Engine with the life cycle of a replica: pause, abort, freeze, load, resume; one event loop, no threads.
 
     Args:

@@ -7,13 +7,15 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from async_rl.cluster import rollout_workers
-from async_rl.cluster.rollout_workers import WorkerClient, build_worker
+from async_rl.cluster import rpc, worker
+from async_rl.cluster.build_worker import build_worker
+from async_rl.cluster.worker import WorkerClient
 from async_rl.config import load_config
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.task import build_task
+from async_rl.rollout.worker import RolloutWorker
 from message_queue.contract import Admission
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.reward import ExactAnswer
@@ -39,7 +41,7 @@ class FakeActor:
                 answer.set_exception(RayActorError())
 
     def __getattr__(self, name):
-        return SimpleNamespace(remote=lambda *_args: self.answer(name))
+        return SimpleNamespace(remote=lambda *args: self.answer(args[0] if name == "call" else name))
 
     def answer(self, name):
         self.calls.append(name)
@@ -98,7 +100,7 @@ async def test_a_failed_rollout_is_reported_as_text_if_rollouts_are_recorded(ste
 @pytest.fixture
 def workers(monkeypatch):
     """A worker that is blocked in user code and one that answers, by name."""
-    monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
+    monkeypatch.setattr(rpc.ray, "kill", FakeActor.kill)
     actors = {"worker-0": FakeActor(blocked=True), "worker-1": FakeActor(blocked=False)}
     return {
         name: (actor, WorkerClient(actor, name=name, timeout_s=FOR_EVER_S, stop_timeout_s=0.01))
@@ -138,12 +140,12 @@ async def test_blocked_worker_delays_a_publish_no_longer_than_a_stop(first, call
     assert [made for made in free.calls if made != "flush"] == [name, "end"]
 
 
-@pytest.mark.parametrize("call", [WorkerClient.end, WorkerClient.flush])
+@pytest.mark.parametrize("call", [RolloutWorker.end, RolloutWorker.flush])
 async def test_blocked_worker_fails_at_a_stop_and_is_killed_without_another_wait(workers, call):
     blocked, handle = workers["worker-0"]
     async with asyncio.timeout(30):
         with pytest.raises(WorkerLostError, match="worker-0"):
-            await call(handle)
+            await handle.call(call)
         await handle.close(timeout_s=FOR_EVER_S)
     assert blocked.calls == [call.__name__, "pid"] and blocked.killed
 
@@ -159,8 +161,8 @@ async def test_closing_a_blocked_worker_kills_it(workers):
 @pytest.mark.parametrize("answer", [None, ActorUnavailableError("connection refused", None)])
 @pytest.mark.parametrize(("times", "timeout_s"), [(3, FOR_EVER_S), (10_000, 0.01)], ids=["dies", "stays"])
 async def test_closing_a_worker_waits_in_bounds_until_ray_reports_it_dead(answer, times, timeout_s, monkeypatch):
-    monkeypatch.setattr(rollout_workers.ray, "kill", FakeActor.kill)
-    monkeypatch.setattr(rollout_workers, "GONE_S", 0)
+    monkeypatch.setattr(rpc.ray, "kill", FakeActor.kill)
+    monkeypatch.setattr(worker, "GONE_S", 0)
     actor = FakeActor(blocked=False, unreachable=[answer] * times)
     async with asyncio.timeout(30):
         await WorkerClient(actor, name="worker-0", timeout_s=5, stop_timeout_s=5).close(timeout_s=timeout_s)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.cluster import rpc
-from async_rl.cluster.rpc import BatchingClient, BatchingServer, RemoteError
+from async_rl.cluster import batching
+from async_rl.cluster.batching import BatchingClient, BatchingServer, RemoteError
 
 
 class Refusal(RuntimeError):
@@ -121,7 +121,7 @@ async def outcomes(*calls):
         return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_rpc_calls_of_one_iteration_are_one_message_and_start_in_order():
+async def test_batching_calls_of_one_iteration_are_one_message_and_start_in_order():
     client, handle, service = make()
     assert await asyncio.gather(*(client.call(Service.echo, i) for i in range(5))) == [0, 1, 2, 3, 4]
     assert handle.sent == ["exchange"]
@@ -130,13 +130,13 @@ async def test_rpc_calls_of_one_iteration_are_one_message_and_start_in_order():
     assert handle.sent == ["exchange"] * 2
 
 
-async def test_rpc_replies_of_neighbouring_iterations_are_one_message():
+async def test_batching_replies_of_neighbouring_iterations_are_one_message():
     client, handle, _ = make()
     assert await asyncio.gather(*(client.call(Service.echo, i, turns=i) for i in range(6))) == list(range(6))
     assert handle.sent == ["exchange"]
 
 
-async def test_rpc_call_that_was_not_sent_is_not_sent_when_cancelled():
+async def test_batching_call_that_was_not_sent_is_not_sent_when_cancelled():
     client, handle, service = make()
     alone = asyncio.create_task(client.call(Service.echo, "alone"))
     asyncio.get_running_loop().call_soon(alone.cancel)  # after the call, before the message
@@ -149,7 +149,7 @@ async def test_rpc_call_that_was_not_sent_is_not_sent_when_cancelled():
     assert (service.started, handle.sent.count("exchange")) == (["second"], 1)
 
 
-async def test_rpc_call_that_was_sent_is_cancelled_in_the_server():
+async def test_batching_call_that_was_sent_is_cancelled_in_the_server():
     client, handle, service = make()
     kept, *others = await waiting(client, service, "kept", "a", "b")
     for task in others:
@@ -164,7 +164,7 @@ async def test_rpc_call_that_was_sent_is_cancelled_in_the_server():
     assert (client._waiting, state.running, state.replies) == ({}, {}, [])
 
 
-async def test_rpc_refusals_travel_unchanged_and_other_errors_as_text():
+async def test_batching_refusals_travel_unchanged_and_other_errors_as_text():
     client, _, _ = make()
     refused, failed, cancelled = await outcomes(
         client.call(Service.refuse), client.call(Service.fail), client.call(Service.cancel_itself)
@@ -176,7 +176,7 @@ async def test_rpc_refusals_travel_unchanged_and_other_errors_as_text():
     assert isinstance(cancelled, RemoteError)
 
 
-async def test_rpc_server_that_died_fails_every_call_that_was_sent():
+async def test_batching_server_that_died_fails_every_call_that_was_sent():
     client, handle, service = make()
     long = await waiting(client, service, "long", "longer")
     handle.dead = OSError("the actor died\n\tclass_name: Service\n\tpid: 7")
@@ -196,8 +196,8 @@ async def test_rpc_server_that_died_fails_every_call_that_was_sent():
         ("silent", True, "0.011 s"),
     ],
 )
-async def test_rpc_server_that_fails_while_replies_are_collected_fails_calls(monkeypatch, trouble, value, named):
-    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+async def test_batching_server_that_fails_while_replies_are_collected_fails_calls(monkeypatch, trouble, value, named):
+    monkeypatch.setattr(batching, "COLLECT_S", 0.001)
     client, handle, service = make(timeout_s=0.01 if trouble == "silent" else 60.0)
     (long,) = await waiting(client, service, "long")
     await until(lambda: "collect" in handle.sent)
@@ -206,7 +206,7 @@ async def test_rpc_server_that_fails_while_replies_are_collected_fails_calls(mon
     assert isinstance(lost, Lost) and named in str(lost)
 
 
-async def test_rpc_message_that_cannot_be_sent_fails_its_calls_and_no_other():
+async def test_batching_message_that_cannot_be_sent_fails_its_calls_and_no_other():
     client, handle, service = make()
     (long,) = await waiting(client, service, "long")
     handle.unsendable = MemoryError("the object store is full")
@@ -217,21 +217,21 @@ async def test_rpc_message_that_cannot_be_sent_fails_its_calls_and_no_other():
     assert await outcomes(long) == ["long"]
 
 
-async def test_rpc_client_that_died_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+async def test_batching_client_that_died_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(batching, "COLLECT_S", 0.001)
     client, handle, service = make()
-    assert await handle.server.exchange("dead", [rpc.Call(1, "wait", ("long",), {})], []) == []
-    monkeypatch.setattr(rpc, "FORGET_S", -1.0)
+    assert await handle.server.exchange("dead", [batching.Call(1, "wait", ("long",), {})], []) == []
+    monkeypatch.setattr(batching, "FORGET_S", -1.0)
     assert await client.call(Service.echo, 1) == 1
     assert list(handle.server._clients) == ["driver"]
     await until(lambda: service.cancelled == ["long"])
 
 
-async def test_rpc_client_of_the_same_name_gets_no_reply_of_the_one_before(monkeypatch):
-    monkeypatch.setattr(rpc, "COLLECT_S", 0.001)
+async def test_batching_client_of_the_same_name_gets_no_reply_of_the_one_before(monkeypatch):
+    monkeypatch.setattr(batching, "COLLECT_S", 0.001)
     client, handle, service = make()
     number = next(client._numbers)
-    assert await handle.server.exchange("driver", [rpc.Call(number, "wait", ("old",), {})], []) == []
+    assert await handle.server.exchange("driver", [batching.Call(number, "wait", ("old",), {})], []) == []
     service.gates["old"].set()
     again = client_of(handle)
     assert await outcomes(*(again.call(Service.echo, i) for i in range(3))) == [0, 1, 2]
@@ -239,7 +239,7 @@ async def test_rpc_client_of_the_same_name_gets_no_reply_of_the_one_before(monke
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
-def test_rpc_every_call_gets_its_own_reply_once(seed):
+def test_batching_every_call_gets_its_own_reply_once(seed):
     rng = random.Random(seed)
 
     async def run():
@@ -266,10 +266,10 @@ def test_rpc_every_call_gets_its_own_reply_once(seed):
     asyncio.run(run())
 
 
-async def test_rpc_callers_of_many_replies_continue_a_part_at_a_time(monkeypatch):
-    monkeypatch.setattr(rpc, "COLLECT_S", 1e6)
-    monkeypatch.setattr(rpc, "MAX_REPLIES", 40)
-    monkeypatch.setattr(rpc, "REPLIES_AT_ONCE", 8)
+async def test_batching_callers_of_many_replies_continue_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr(batching, "COLLECT_S", 1e6)
+    monkeypatch.setattr(batching, "MAX_REPLIES", 40)
+    monkeypatch.setattr(batching, "REPLIES_AT_ONCE", 8)
     service = Service()
     handle = Handle(BatchingServer(service, refusals=()))
     clients = [client_of(handle, name) for name in ("one", "two")]

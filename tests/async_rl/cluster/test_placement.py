@@ -1,0 +1,49 @@
+"""Places of a run's processes."""
+
+from async_rl.cluster import placement
+from async_rl.cluster.placement import Placement
+from async_rl.config import ClusterConfig
+
+
+def test_placement_has_adjacent_bundles_for_the_nodes_of_a_replica(monkeypatch):
+    made = []
+    monkeypatch.setattr(placement, "placement_group", lambda bundles, strategy: made.append(bundles))
+    monkeypatch.setattr(placement, "_require_node", lambda bundle, fields: None)
+    config = ClusterConfig(cpus_per_rank=3.0, cpus_per_replica=5.0)
+    place = Placement(config, ranks=2, replicas=2, workers=1, gpus_per_replica=8.0, nodes_per_replica=2)
+    node, alone = {"CPU": 2.5, "GPU": 4.0}, {"CPU": 1.0}
+    assert made == [[{"CPU": 3.0}, {"CPU": 3.0}, node, node, node, node, alone, alone]]
+
+    def bundles(*options):
+        return [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+
+    assert bundles(place.rank(1), *place.replica(0), *place.replica(1), place.worker(0), place.queue()) == [
+        *range(1, 8)
+    ]
+    assert all((each["num_cpus"], each["num_gpus"]) == (2.5, 4.0) for each in place.replica(1))
+    names = ("replica slot 0 node 0", "replica slot 0 node 1", "replica slot 1 node 0", "replica slot 1 node 1")
+    assert [place._name(i) for i in range(8)] == [
+        *("trainer rank 0", "trainer rank 1", *names, "rollout worker slot 0", "the queue")
+    ]
+    single = Placement(config, ranks=0, replicas=2, workers=1, gpus_per_replica=0.5)
+    assert made[1] == [{"CPU": 5.0, "GPU": 0.5}] * 2 + [alone] * 2
+    assert single._name(1) == "replica slot 1" and bundles(*single.replica(1)) == [1]
+
+
+async def test_trainer_ranks_of_a_node_are_consecutive(monkeypatch):
+    class Group:
+        async def ready(self):
+            return None
+
+    nodes = {0: "a", 1: "b", 2: "a", 3: "b", 4: "c"}
+    monkeypatch.setattr(placement, "placement_group", lambda bundles, strategy: Group())
+    monkeypatch.setattr(placement, "_require_node", lambda bundle, fields: None)
+    monkeypatch.setattr(placement, "placement_group_table", lambda group: {"bundles_to_node_id": nodes})
+    place = Placement(ClusterConfig(), ranks=4, replicas=0, workers=0, gpus_per_replica=0.0)
+    assert place.split_groups(2) == 2
+    await place.ready()
+    placed = [place.rank(i)["scheduling_strategy"].placement_group_bundle_index for i in range(4)]
+    assert placed == [0, 2, 1, 3] and [place._name(bundle) for bundle in placed] == [
+        f"trainer rank {i}" for i in range(4)
+    ]
+    assert [place.split_groups(size) for size in (1, 2, 4)] == [0, 0, 1]
