@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -16,6 +14,9 @@ from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerRecord, LedgerTotal
 from message_queue.recovery import JournalPlace, Restored
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WATCH_EVERY_S = 10.0  # between two signs of life of a replica
 
