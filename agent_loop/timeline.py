@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -75,10 +75,12 @@ class Timeline:
 
     Args:
         track: name of the lanes: `rollout 0`, `rollout 1`, ...
+        clock: time in seconds.
     """
 
-    def __init__(self, track: str) -> None:
+    def __init__(self, track: str, *, clock: Callable[[], float] = now) -> None:
         self._track = track
+        self._clock = clock
         self._num_lanes = 0
         self._free: list[int] = []  # heap of lanes
         self._ended = deque[TimeSpan](maxlen=MAX_SPANS)
@@ -91,11 +93,11 @@ class Timeline:
         """
         if inside is not None and not inside.is_shared:
             inside.is_shared = True
-            return OpenSpan(self, kind, inside.lane, now(), args, inside)
+            return OpenSpan(self, kind, inside.lane, self._clock(), args, inside)
         if not self._free:
             self._free.append(self._num_lanes)
             self._num_lanes += 1
-        return OpenSpan(self, kind, heapq.heappop(self._free), now(), args, None)
+        return OpenSpan(self, kind, heapq.heappop(self._free), self._clock(), args, None)
 
     def end(self, span: OpenSpan) -> None:
         """End a span."""
@@ -107,7 +109,7 @@ class Timeline:
 
     def add(self, kind: str, lane: int, started: float, args: dict[str, Any]) -> None:
         """Record a span that ends now."""
-        self._ended.append(TimeSpan(kind, f"{self._track} {lane}", started, now(), args))
+        self._ended.append(TimeSpan(kind, f"{self._track} {lane}", started, self._clock(), args))
 
     @contextmanager
     def span(self, kind: str, *, inside: OpenSpan | None = None, **args: Any) -> Generator[OpenSpan]:

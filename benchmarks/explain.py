@@ -12,12 +12,10 @@ the override in simulations of the planted run, whose lengths are drawn with two
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ from async_rl.plan.description import (
     Workload,
 )
 from async_rl.plan.planner import num_replicas
-from async_rl.plan.simulation import Traced, simulate
+from async_rl.plan.simulation import simulate
 from benchmarks.support import markdown_table, show
 from message_queue.policies import StalenessConfig
 
@@ -197,21 +195,8 @@ def judge(cause: str, *, seed: int, held_out: bool) -> Result:
 
 def write_run(run: Description, directory: Path, *, steps: int, seed: int) -> None:
     """Simulate a run and write the files of its directory."""
-    traced = Traced()
-    simulate(run, steps=steps, seed=seed, traced=traced)
+    simulate(run, steps=steps, seed=seed, directory=directory)
     (directory / "config.yaml").write_text(yaml.safe_dump(_config(run)))
-    with (directory / "trace.json").open("w") as file:
-        file.write("[\n")
-        for span in traced.spans:
-            event = {"ph": "X", "name": span.kind, "cat": span.kind, "pid": span.process, "tid": span.kind}
-            event |= {"ts": round(1e6 * span.start), "dur": round(1e6 * (span.end - span.start)), "args": span.args}
-            file.write(json.dumps(event) + ",\n")
-    for name, lines in (
-        ("metrics", _metrics(traced)),
-        ("schedule", _schedule(traced)),
-        ("ledger", _ledger(traced)),
-    ):
-        (directory / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _config(run: Description) -> dict[str, Any]:
@@ -242,35 +227,6 @@ def _config(run: Description) -> dict[str, Any]:
         "validation": {"every": other.validation_every, "prompts": other.validation_trajectories, "samples": 1},
         "checkpoint": {"every": other.checkpoint_every if other.checkpoint_s else 0},
     }
-
-
-def _metrics(traced: Traced) -> Iterator[dict[str, float]]:
-    trains = [span for span in traced.spans if span.kind == "train"]
-    waits = {span.args["step"]: span.end - span.start for span in traced.spans if span.kind == "wait"}
-    for before, span in pairwise((None, *trains)):
-        assert span is not None
-        step, start = span.args["step"], 0.0 if before is None else before.end
-        seconds = span.end - start
-        yield {"train_step": step, "step/seconds": seconds, "idle/trainer": waits.get(step, 0.0) / seconds}
-
-
-def _schedule(traced: Traced) -> Iterator[dict[str, Any]]:
-    for step, batch in enumerate(traced.batches, start=1):
-        groups = [
-            {"group": g.group, "spans": [[list(s) for s in t.sequences[0].spans] for t in g.trajectories]}
-            for g in batch.groups
-        ]
-        yield {"train_step": step, "optimizer_steps": 1, "groups": groups}
-
-
-def _ledger(traced: Traced) -> Iterator[dict[str, Any]]:
-    for step, batch in enumerate(traced.batches, start=1):
-        for group in batch.groups:
-            yield {"group": group.group, "outcome": "trained", "reason": None, "train_step": step}
-    for group in traced.failed:
-        yield {"group": group.group, "outcome": "dropped", "reason": "failed", "train_step": None}
-    for dropped in traced.expired:
-        yield {"group": dropped.group, "outcome": "dropped", "reason": "expired", "train_step": None}
 
 
 def _rated(run: Description, **changes: float) -> Description:

@@ -15,15 +15,17 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from async_rl.config import CheckpointConfig
 from async_rl.controller.interfaces import Trainer
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
 from async_rl.metrics.recorder import Recorder
 from message_queue.contract import QueueSnapshot
+
+if TYPE_CHECKING:
+    from async_rl.config import CheckpointConfig
 
 FORMAT = 2
 

@@ -30,10 +30,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -48,7 +48,6 @@ from async_rl.controller.interfaces import (
     run_stage,
 )
 from async_rl.controller.prepare import PreparedBatch, prepare, recorded_groups
-from async_rl.controller.probe import Probe
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
 from async_rl.inference.publisher import Publisher, PublishReport
@@ -71,6 +70,9 @@ from message_queue.heads import GroupHead
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from async_rl.controller.probe import Probe
 
 __all__ = ["Controller", "ControllerConfig", "StageError", "Trainer"]
 
@@ -226,9 +228,7 @@ class Controller:
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
         for _ in range(restored.replay):
-            await self._step(
-                await self._queue.call(TrajectoryQueue.take), waited=0.0, started=time.monotonic(), busy=0.0
-            )
+            await self._step(await self._queue.call(TrajectoryQueue.take), waited=0.0, started=_now(), busy=0.0)
         if not self._version and not restored.replay:
             return  # the replicas started with these weights
         known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
@@ -347,13 +347,13 @@ class Controller:
     async def _train(self) -> None:
         try:
             while self._train_step < self._config.total_train_steps:
-                started, busy = time.monotonic(), await self._replicas.busy_seconds()
+                started, busy = _now(), await self._replicas.busy_seconds()
                 step = self._train_step + self._config.updates_per_batch
                 with self._trace.span("wait", track="train", step=step):
                     batch = await self._take_or_stop()
                 if batch is None:
                     return
-                await self._step(batch, waited=time.monotonic() - started, started=started, busy=busy)
+                await self._step(batch, waited=_now() - started, started=started, busy=busy)
                 self._validations.request(self._train_step)
                 if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
                     await self._save()
@@ -396,7 +396,7 @@ class Controller:
         if due and self._train_step > self._replayed:
             await self._compare(wait=math.isnan(self._k3_probe))
             await self._export()
-        seconds = time.monotonic() - started
+        seconds = _now() - started
         metrics["step/seconds"] = seconds
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
@@ -551,3 +551,8 @@ class Controller:
             await self._contents.checkpointed(state.train_step)
             self._recorder.checkpointed.set()
             self._saves.task_done()
+
+
+def _now() -> float:
+    """Seconds on the clock of the event loop, which is virtual in a simulation."""
+    return asyncio.get_running_loop().time()

@@ -38,15 +38,23 @@ class Trace:
     Args:
         path: of the file; None writes nothing. A file of an earlier start of the run is continued.
         warn: called with a text if the file cannot be written; the run continues without it.
+        clock: time in seconds.
     """
 
-    def __init__(self, path: Path | None, *, warn: Callable[[str], None] = lambda _text: None) -> None:
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        warn: Callable[[str], None] = lambda _text: None,
+        clock: Callable[[], float] = now,
+    ) -> None:
         self._path = path
         self._warn = warn
         self._timelines: dict[tuple[str, str], Timeline] = {}
         self._lines: list[bytes] = []
         self._size = 0
-        self._origin = now()
+        self._clock = clock
+        self._origin = clock()
         if path is not None:
             self._resume(path)
 
@@ -113,7 +121,7 @@ class Trace:
     # ---- inside
 
     def _timeline(self, process: str, track: str) -> Timeline:
-        return self._timelines.setdefault((process, track), Timeline(track))
+        return self._timelines.setdefault((process, track), Timeline(track, clock=self._clock))
 
     def _resume(self, path: Path) -> None:
         """Continue a file without its last event if that is cut off; start one if there is none."""

@@ -15,7 +15,8 @@ from functools import partial
 from typing import Any
 
 from async_rl.plan.description import Description
-from async_rl.plan.simulation import Seen, simulate, simulate_synchronous
+from async_rl.plan.figures import Seen
+from async_rl.plan.simulation import simulate, simulate_synchronous
 
 WASTED = 0.05  # least share of groups without a gradient that is reported
 SEARCHED = 128  # trajectories of a batch to which the simulations of a search are thinned

@@ -13,36 +13,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from typing import Any, cast
+from typing import cast
 
 from agent_loop.engine import EngineError, GenerateRequest
 from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.stub import InProcess
+from async_rl.inference.supervisor import Supervisor
 from async_rl.plan.description import Rates
 from async_rl.weights.transport import Seat, Source, WeightUpdate
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 
 CLOSE = 1e-6  # tokens; a request so near to its end has ended
-
-
-@dataclass(frozen=True, slots=True)
-class TracedSpan:
-    """A time span of a simulated run, as in its `trace.json`."""
-
-    process: str
-    """That it is of."""
-    kind: str
-    """Its `cat`."""
-    start: float
-    """Seconds since the start of the run."""
-    end: float
-    """Likewise."""
-    args: Mapping[str, Any]
-    """Shown with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,17 +67,14 @@ class PlannedReplica(InProcess):
         tokens: tokens sampled.
 
     Args:
+        staged: whether a version is loaded before the pause.
         slow: seconds of its decode steps over those of `rates`.
-        spans: gets its pauses.
     """
 
-    def __init__(
-        self, name: str, *, rates: Rates, load_s: float, staged: bool, spans: list[TracedSpan], slow: float = 1.0
-    ) -> None:
+    def __init__(self, name: str, *, rates: Rates, staged: bool, slow: float = 1.0) -> None:
         self.name = self.node = name
         self.busy_s = self.tokens = 0.0
         self._rates = rates
-        self._load_s = load_s
         self._staged = staged
         self._weights = WeightVersion(0, "0")
         self._gate = RequestGate(name)
@@ -105,13 +87,10 @@ class PlannedReplica(InProcess):
         self._slow = slow
         self._speed = 1.0
         self._timer: asyncio.TimerHandle | None = None
-        self._spans = spans
-        self._paused = 0.0
 
     # ---- control
 
     async def pause(self) -> None:
-        self._paused = self._loop.time()
         self._gate.pause()
 
     async def abort(self) -> int:
@@ -137,20 +116,18 @@ class PlannedReplica(InProcess):
         return self._gate.freeze()
 
     async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        """The transfer is a wait of the plan."""
+        await asyncio.sleep(self._rates.transfer_s)
 
     async def offer(self, update: WeightUpdate) -> Source:
         raise EngineError(f"{self.name} serves no versions")
 
     async def stage(self, update: WeightUpdate) -> None:
-        await asyncio.sleep(self._load_s)
+        await asyncio.sleep(self._rates.load_s)
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
         self._gate.require_quiet("load")
         if not self._staged:
-            started = self._loop.time()
-            await asyncio.sleep(self._load_s)
-            self._trace("load", started, version=update.weights.version)
+            await asyncio.sleep(self._rates.load_s)
         context = 0.0
         for end, _, decode in self._running:
             self._sampled(decode)
@@ -168,13 +145,9 @@ class PlannedReplica(InProcess):
         self._frozen = False
         self._schedule()
         self._gate.resume()
-        self._trace("pause", self._paused, version=self._weights.version)
 
     async def stats(self) -> ReplicaStats:
         return self._gate.stats()
-
-    def _trace(self, kind: str, started: float, **args: Any) -> None:
-        self._spans.append(TracedSpan(self.name, kind, started, self._loop.time(), args))
 
     # ---- decoding
 
@@ -274,3 +247,18 @@ class PlannedReplica(InProcess):
         decode.spans = list(merged_spans(decode.spans))
         decode.aborted = aborted
         decode.ended.set()
+
+
+class Replicas(Supervisor):
+    """The controller's view of replicas that do not fail."""
+
+    def __init__(self, replicas: Sequence[PlannedReplica]) -> None:
+        self._replicas = replicas
+
+    async def busy_seconds(self) -> float:
+        for replica in self._replicas:
+            replica.advance()
+        return sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
+
+    async def watch(self, *, every_s: float, timeout_s: float) -> None:
+        await asyncio.Event().wait()

@@ -7,7 +7,7 @@ aborted request is made again with the tokens that are left, so it may continue 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -15,12 +15,15 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Prompt
+from agent_loop.timeline import Timeline, enclosing, timed
 from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
-from async_rl.plan.description import Workload
-from async_rl.plan.replica import Decode, TracedSpan
+from async_rl.metrics.validation import ValidationRollout
+from async_rl.plan.description import Description, Workload
+from async_rl.plan.figures import OpenTrajectories
+from async_rl.plan.replica import Decode
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
@@ -28,6 +31,10 @@ from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
+
+HELD_OUT = ValidationRollout(
+    reward=0.0, tokens=0, cut_off=False, error=None, prompt="", response="", min_version=0, max_version=0
+)
 
 
 class GroupLengths:
@@ -70,27 +77,39 @@ class GroupLengths:
 
 
 class PlannedWorker(InProcess):
-    """See `async_rl.rollout.worker.RolloutWorker`. `spans` gets tools, requests and trajectories."""
+    """See `async_rl.rollout.worker.RolloutWorker`.
+
+    Args:
+        lengths: those of each prompt.
+        seed: for tools, failures and held-out lengths.
+        opened: is told of trajectories that start and end.
+        clock: time in seconds.
+
+    Attributes:
+        drawn: group -> lengths of its trajectories, unless it failed. The caller removes a group that has ended.
+    """
 
     def __init__(
         self,
         pool: ReplicaPool,
+        description: Description,
         *,
-        workload: Workload,
         lengths: GroupLengths,
         seed: int,
-        on_open: Callable[[int], None],
-        spans: list[TracedSpan],
+        opened: OpenTrajectories,
+        clock: Callable[[], float],
     ) -> None:
         self.name = "worker-0"
+        self.drawn: dict[int, NDArray[np.int64]] = {}
         self._pool = pool
         self._router = ReplicaRouter(pool)
         self._gate = PauseGate()
-        self._workload = workload
+        self._workload = description.workload
+        self._failed = description.interruptions.failed
         self._lengths = lengths
-        self._draw = np.random.default_rng(seed)
-        self._on_open = on_open
-        self._spans = spans
+        self._draw, self._failures = np.random.default_rng(seed), np.random.default_rng((seed, 1))
+        self._opened = opened
+        self._timeline = Timeline("rollout", clock=clock)
         self._rolls: dict[int, tuple[asyncio.Task[object], list[list[Span]]]] = {}
         self._given_up: dict[int, str] = {}
 
@@ -101,60 +120,72 @@ class PlannedWorker(InProcess):
         spans: list[list[Span]] = [[] for _ in lengths]
         task = asyncio.current_task()
         assert task is not None
-        self._rolls[group] = task, spans
-        self._on_open(len(lengths))
+        self._rolls[group], self.drawn[group] = (task, spans), lengths
+        self._opened.change(len(lengths))
         try:
-            places = [{"group": group, "trajectory": number} for number in range(len(lengths))]
-            rolled = map(self._trajectory, lengths.tolist(), spans, places)
+            rolled = (
+                self._trajectory(int(length), of, "trajectory", group=group, trajectory=number)
+                for number, (length, of) in enumerate(zip(lengths, spans, strict=True))
+            )
             trajectories = await asyncio.gather(*rolled)
         except asyncio.CancelledError:
             if group not in self._given_up:
                 raise
             task.uncancel()
-            outcome = _dropped(group, self._given_up.pop(group), spans)
+            outcome = _dropped(group, spans, reason=self._given_up.pop(group), expired=True)
         else:
-            outcome = GroupHead(
-                group=group,
-                prompt=prompt.index,
-                admitted_version=admission.admitted_version,
-                admitted_update=admission.admitted_update,
-                trajectories=tuple(trajectories),
-            )
+            outcome = self._ended(admission, trajectories, spans)
         finally:
-            self._on_open(-len(lengths))
+            self._opened.change(-len(lengths))
             del self._rolls[group]
-        return RolledGroup(outcome=outcome, generated=sum(t for each in spans for _, t in each)), None
+        generated = sum(tokens for each in spans for _, tokens in each)
+        return RolledGroup(outcome=outcome, generated=generated, time_spans=self._timeline.take()), None
 
-    async def roll_held_out(self, trajectories: int, *, number: int) -> None:
-        """Roll out trajectories of a validation, which no batch has."""
-        lengths = np.maximum(self._workload.lengths.sample(self._draw, (trajectories,)), self._workload.turns)
-        places = ({"round": number, "rollout": n} for n in range(trajectories))
-        await asyncio.gather(*(self._trajectory(int(t), [], place) for t, place in zip(lengths, places, strict=True)))
+    def _ended(
+        self, admission: Admission, trajectories: Sequence[TrajectoryHead], spans: Sequence[Sequence[Span]]
+    ) -> GroupHead | DroppedGroup:
+        """The head of a group, or its failure."""
+        if self._failures.random() < self._failed:
+            del self.drawn[admission.group]
+            return _dropped(admission.group, spans, reason="failed", expired=False)
+        return GroupHead(
+            group=admission.group,
+            prompt=admission.prompt,
+            admitted_version=admission.admitted_version,
+            admitted_update=admission.admitted_update,
+            trajectories=tuple(trajectories),
+        )
 
-    async def _trajectory(self, length: int, spans: list[Span], place: Mapping[str, int]) -> TrajectoryHead:
-        """A trajectory; the time spans in it have the arguments `place`."""
-        workload, requests, loop = self._workload, 0, asyncio.get_running_loop()
-        name, started = "/".join(f"{key}{value}" for key, value in place.items()), loop.time()
+    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
+        lengths = np.maximum(self._workload.lengths.sample(self._draw, (len(prompts),)), self._workload.turns)
+        await asyncio.gather(
+            *(
+                self._trajectory(int(length), [], "validation", round=number, rollout=place)
+                for length, (place, _) in zip(lengths, prompts, strict=True)
+            )
+        )
+        return [HELD_OUT] * len(prompts), self._timeline.take()
 
-        def trace(kind: str, since: float, **args: Any) -> None:
-            self._spans.append(TracedSpan(self.name, kind, since, loop.time(), {**place, **args}))
-
-        for turn in range(workload.turns):
-            if turn:
-                await self._gate.passed()
-                called = loop.time()
-                await asyncio.sleep(float(workload.tool_s.sample(self._draw, ())))
-                trace("tool", called, name="tool")
-            until = length * (turn + 1) // workload.turns
-            while (done := sum(tokens for _, tokens in spans)) < until:
-                context = workload.prompt_tokens + done
-                decode = Decode(f"{name}/{requests}", session=name, tokens=until - done, context=context)
-                requests, called = requests + 1, loop.time()
-                await self._router.generate(cast(GenerateRequest, decode))
-                spans += decode.spans
-                trace("generate", called, replica=decode.replica, tokens=decode.sampled, aborted=decode.aborted)
-        trace("trajectory" if "group" in place else "validation", started)
-        total = int(workload.prompt_tokens) + length
+    async def _trajectory(self, length: int, spans: list[Span], kind: str, **place: Any) -> TrajectoryHead:
+        """A trajectory; time spans in it have the arguments `place`."""
+        workload, requests = self._workload, 0
+        session = "/".join(f"{key}{value}" for key, value in place.items())
+        with self._timeline.span(kind, **place) as whole, enclosing(whole):
+            for turn in range(workload.turns):
+                if turn:
+                    await self._gate.passed()
+                    with timed("tool", name="tool"):
+                        await asyncio.sleep(float(workload.tool_s.sample(self._draw, ())))
+                until = length * (turn + 1) // workload.turns
+                while (done := sum(tokens for _, tokens in spans)) < until:
+                    context = workload.prompt_tokens + done
+                    decode = Decode(f"{session}/{requests}", session=session, tokens=until - done, context=context)
+                    requests += 1
+                    with timed("generate") as shown:
+                        await self._router.generate(cast(GenerateRequest, decode))
+                        shown |= {"replica": decode.replica, "tokens": decode.sampled, "aborted": decode.aborted}
+                    spans += decode.spans
+        total = max(2, int(workload.prompt_tokens) + length)  # the first token of a sequence is never sampled
         return TrajectoryHead(
             length=total,
             sequences=(SequenceHead(total, merged_spans(spans)),),
@@ -189,9 +220,6 @@ class PlannedWorker(InProcess):
     async def forget(self, groups: Collection[int]) -> None:
         """There is no content."""
 
-    async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
-        raise NotImplementedError("a plan has no validation")
-
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:
         """The pool is that of the driver."""
 
@@ -203,6 +231,6 @@ class PlannedWorker(InProcess):
         """The plan ends its tasks."""
 
 
-def _dropped(group: int, reason: str, spans: Sequence[Sequence[Span]]) -> DroppedGroup:
+def _dropped(group: int, spans: Sequence[Sequence[Span]], *, reason: str, expired: bool) -> DroppedGroup:
     lengths = tuple((sum(tokens for _, tokens in each), False) for each in spans)
-    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths, expired=True)
+    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths, expired=expired)

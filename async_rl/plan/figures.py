@@ -1,0 +1,198 @@
+"""Figures of a simulated run, counted from what its controller records."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_rl.metrics.lengths import Lengths
+from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.metrics.validation import ValidationResult
+from async_rl.plan.description import Description
+from async_rl.plan.replica import PlannedReplica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Figures of a simulated run, without its first steps."""
+
+    step_s: float
+    """Seconds of a train step."""
+    tokens_per_s: float
+    """Sampled tokens trained per second."""
+    trainer_idle: float
+    """Share of the time that the trainer waited for a batch."""
+    rollout_idle: float
+    """Share of the time that a replica had no running request, mean over replicas."""
+    staleness_mean: float
+    """Mean over trained tokens, in optimizer steps."""
+    staleness_p99: int
+    """99th percentile over trained tokens."""
+    length_bias: float
+    """Mean length in the loss of trained trajectories over that of all which ended."""
+    open_share: float
+    """Share of the time in which a trajectory was open."""
+    open_tokens_per_s: float
+    """Tokens sampled per second of that time."""
+    sync_bytes_per_s: float
+    """Weights that all replicas receive, mean over time."""
+    rollout_bytes_per_s: float
+    """Content that rollout workers receive, mean over time."""
+
+
+class OpenTrajectories:
+    """Trajectories in rollout: their number now, and the seconds with any.
+
+    Attributes:
+        turned: set when the first one opens, or the last one ends.
+    """
+
+    def __init__(self) -> None:
+        self.turned = asyncio.Event()
+        self._count = 0
+        self._seconds = self._since = 0.0
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with an open trajectory so far."""
+        return self._seconds + (asyncio.get_running_loop().time() - self._since if self._count else 0.0)
+
+    def change(self, by: int) -> None:
+        """Open `by` trajectories; a negative number ends as many."""
+        self._seconds, self._since = self.seconds, asyncio.get_running_loop().time()
+        if bool(self._count) != bool(self._count + by):
+            self.turned.set()
+        self._count += by
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """A batch, and counters at its end."""
+
+    waited: float
+    """Seconds that the trainer waited for it."""
+    staleness: Mapping[int, int]
+    """Staleness in optimizer steps -> tokens in the loss."""
+    ended: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
+    """Lengths of each group that ended since the batch before, for the loss or given up for its age."""
+    at: float = 0.0
+    """Seconds since the start of the run."""
+    open_s: float = 0.0
+    """Seconds with an open trajectory since then."""
+    sampled: float = 0.0
+    """Tokens sampled since then."""
+    busy: float = 0.0
+    """Seconds that a replica was busy since then, mean over replicas."""
+
+
+class Figures(Recorder):
+    """A recorder that counts, and writes no files itself.
+
+    Args:
+        replicas: all simulated ones.
+        opened: trajectories in rollout.
+        drawn: group -> lengths of its trajectories; entries are removed at the end of a group.
+        files: gets metrics and ledger too; None for none.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[PlannedReplica],
+        *,
+        opened: OpenTrajectories,
+        drawn: MutableMapping[int, NDArray[np.int64]],
+        files: Recorder | None,
+    ) -> None:
+        self.lengths = Lengths()
+        self.checkpointed = asyncio.Event()
+        self._replicas = replicas
+        self._opened = opened
+        self._drawn = drawn
+        self._written = files
+        self._steps: list[_Step] = []
+
+    def step(self, record: StepRecord) -> None:
+        waited = record.metrics["idle/trainer"] * record.metrics["step/seconds"]
+        self._steps.append(_Step(waited=waited, staleness=record.staleness_tokens))
+        if self._written is not None:
+            self._written.step(record)
+
+    def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """The last call of the controller for a batch."""
+        step = self._steps[-1]
+        step.ended += (lengths for r in records if (lengths := self._drawn.pop(r["group"], None)) is not None)
+        for replica in self._replicas:
+            replica.advance()
+        step.at, step.open_s = asyncio.get_running_loop().time(), self._opened.seconds
+        step.sampled = sum(replica.tokens for replica in self._replicas)
+        step.busy = sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
+        if self._written is not None:
+            self._written.ledger(records)
+
+    def note(self, text: str, *, level: int = logging.INFO) -> None:
+        """Nobody reads the notes of a plan."""
+
+    def warn_once(self, text: str) -> None:
+        """As `note`."""
+
+    def published(self, train_step: int, metrics: Mapping[str, float]) -> None:
+        """As `note`."""
+
+    def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Held-out trajectories have no success."""
+
+    def validation_rollouts(self, train_step: int, result: ValidationResult) -> None:
+        """As `validation`."""
+
+    def seen(
+        self, description: Description, *, num_replicas: int, trajectories: int, groups_of: float, skipped: int
+    ) -> Seen:
+        """The figures.
+
+        Args:
+            description: simulated cluster.
+            num_replicas: replicas of the cluster.
+            trajectories: simulated trajectories of a batch.
+            groups_of: groups of the cluster for each simulated one.
+            skipped: number of batches that are left out, at least one.
+        """
+        first, *steps = self._steps[skipped - 1 :]
+        last, staleness = steps[-1], Counter[int]()
+        for step in steps:
+            staleness.update(step.staleness)
+        seconds, open_s, sampled = last.at - first.at, last.open_s - first.open_s, last.sampled - first.sampled
+        trained, ended = staleness.total(), np.concatenate([lengths for step in steps for lengths in step.ended])
+        published = description.rates.model_bytes * num_replicas * len(steps) / description.publish.every
+        return Seen(
+            step_s=seconds / len(steps),
+            tokens_per_s=groups_of * trained / seconds,
+            trainer_idle=sum(step.waited for step in steps) / seconds,
+            rollout_idle=1 - (last.busy - first.busy) / seconds,
+            staleness_mean=sum(stale * tokens for stale, tokens in staleness.items()) / trained,
+            staleness_p99=_quantile(staleness, 0.99),
+            length_bias=trained / (len(steps) * trajectories) / float(ended.mean()),
+            open_share=open_s / seconds,
+            open_tokens_per_s=groups_of * sampled / open_s,
+            sync_bytes_per_s=published / seconds,
+            rollout_bytes_per_s=groups_of * description.workload.bytes_per_token * sampled / seconds,
+        )
+
+
+def _quantile(counts: Counter[int], share: float) -> int:
+    """The smallest value that at least this share of the counts do not exceed."""
+    left = share * counts.total()
+    for value in sorted(counts):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return max(counts)
