@@ -10,6 +10,7 @@ from benchmarks import gpu_runs, gpu_training
 from benchmarks import trainer as steps
 from benchmarks.equal_weights import compare, evaluate, table
 from benchmarks.support import trainers_side_by_side
+from tests.helpers.lanes import WHOLE_RUN
 from tests.parallel.support import TRAINER, make_batch, start_trainer, training_batch_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,6 +67,7 @@ def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint):
     assert row[:2] == ("tiny, padded", "tiny, packed") and f"real tokens {real / computed:.3f}" in row[-1]
 
 
+@WHOLE_RUN
 def test_whole_runs_of_one_gpu_run_on_the_cpu(tmp_path):
     rows = gpu_runs.main(["--device", "cpu", "--runs", "async", "--steps", "2", "--keep", str(tmp_path)])
     assert rows["async"]["rows"] == "100.00%"

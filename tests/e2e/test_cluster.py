@@ -29,6 +29,7 @@ from tests.e2e.runs import (
     wait_for_step,
 )
 from tests.e2e.tasks import TURNS
+from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.traces import check_trace
 
 APART = ("cluster.strategy=STRICT_SPREAD", "cluster.start_timeout_s=60", "total_train_steps=2")
@@ -53,6 +54,7 @@ def address(environment, nodes):
         yield address
 
 
+@WHOLE_RUN
 def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, environment, nodes, tmp_path):
     run = tmp_path / "outputs" / "run"
     process = start(
@@ -90,6 +92,7 @@ def test_a_run_over_nodes_keeps_its_files_and_removes_its_versions(address, envi
     assert kinds.keys() - {"controller"} == pids(run).keys() - {"queue"}, "processes of all nodes have spans"
 
 
+@WHOLE_RUN
 def test_trainer_ranks_send_versions_to_engine_ranks_on_other_nodes(address, environment, tmp_path):
     over_nodes = ("sync.route=direct", "engine.tensor_parallel=2", "engine.nodes=2")
     overrides = (*APART, f"cluster.address={address}", *over_nodes)

@@ -4,8 +4,9 @@ import psutil
 import pytest
 
 from tests.e2e.runs import check_records, finish, lines, pids, start, wait_for_step
+from tests.helpers.lanes import WHOLE_RUN
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000)]
 OVERRIDES = ("rollout.groups_per_batch=2", "validation.prompts=0", "checkpoint.every=3")
 
 

@@ -35,6 +35,7 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config as sglang_config
 from tests.conformance.sglang_support import mixtral, require_sglang
+from tests.helpers.lanes import OWN_ENGINE
 from tests.helpers.tiny_models import qwen3_dense_config, qwen3_moe_config, save_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -67,6 +68,7 @@ def command(engine: str, *arguments: object) -> tuple[list[str], dict[str, str]]
     return [sys.executable, "-m", __name__, engine, *map(str, arguments)], {**os.environ, **environment}
 
 
+@OWN_ENGINE
 @pytest.mark.parametrize(
     ("engine", "victim", "close"),
     [("vllm", "engine", True), ("vllm", "engine", False), ("sglang", "server", True), ("sglang", "scheduler", True)],
@@ -87,6 +89,7 @@ def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(
     assert not said["folder"] or not Path(said["folder"]).exists()
 
 
+@OWN_ENGINE
 @pytest.mark.parametrize("engine", ["vllm-dp2", "sglang"])
 def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: str, tmp_path: Path):
     served = save_checkpoint(qwen3_moe_config(), tmp_path, seed=0) if engine == "vllm-dp2" else checkpoint
@@ -103,6 +106,7 @@ def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: st
     assert not folder or not Path(folder).exists()
 
 
+@OWN_ENGINE
 @pytest.mark.parametrize(
     ("engine", "config", "cause"),
     [

@@ -31,6 +31,7 @@ from tests.conformance.reference import logprob_gap, reference, reference_of_par
 from tests.conformance.scored import ScoresOfTruth, probe_of
 from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
 from tests.helpers import tiny_models
+from tests.helpers.lanes import OWN_ENGINE
 from tests.helpers.updates import read_update, write_update
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
@@ -47,11 +48,6 @@ FAMILIES = {
     "sglang-mixtral": sglang_support.mixtral,
     "sglang-glm4_moe": sglang_support.glm4_moe,
 }
-EACH_PUSH = {"vllm-deepseek_v3", "vllm-olmoe", "sglang-glm4_moe", "vllm-tp2-ep2", "sglang-tp2"}
-
-
-def further(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.nightly)
 
 
 @contextlib.asynccontextmanager
@@ -84,7 +80,8 @@ async def serving(
         await replica.close()
 
 
-@pytest.mark.parametrize("family", [name if name in EACH_PUSH else further(name) for name in FAMILIES])
+@OWN_ENGINE
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_a_family_agrees_free_forced_updated_and_resumed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -108,6 +105,7 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(
         assert_whole(tested, *rollouts)
 
 
+@OWN_ENGINE
 @pytest.mark.parametrize(
     ("architecture", "kv", "tied", "staged"),
     [
@@ -154,6 +152,7 @@ async def test_a_dense_model_is_updated_in_flight(
     assert logprob_gap(expected, ids, second.logprobs, start=len(so_far)) <= 1
 
 
+@OWN_ENGINE
 async def test_a_dense_model_of_sglang_is_updated(tmp_path: Path):
     sglang_support.require_sglang()
     models = make_models(tmp_path, tiny_models.llama_config(tie_word_embeddings=True))
@@ -256,7 +255,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [name if name in EACH_PUSH else further(name) for name in LAYOUTS])
+@OWN_ENGINE
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -5,10 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
+from tests.helpers.lanes import WHOLE_RUN
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import WARNINGS
 
-pytestmark = [pytest.mark.timeout(1000), WARNINGS]
+pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000), WARNINGS]
 LORA = ("trainer.lora.rank=4", "trainer.lora.alpha=8", "optimizer.lr=1e-2", "loss.kl_coefficient=0.01")
 
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.math.make_sample import SAMPLE
 from tests.conformance.reference import reference
 from tests.e2e.runs import check_records, check_rollouts
+from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.numerics import FACTOR
 
 SMALL = (
@@ -36,6 +37,7 @@ def said(path):
     return [(row["prompt"], row["response"], row["reward"]) for row in rows]
 
 
+@WHOLE_RUN
 def test_the_math_recipe_trains_a_model_that_answers_in_the_format(tmp_path):
     directory = tmp_path / "run"
     folders = (f"output_dir={directory}", f"warm_start.cache={tmp_path / 'warm_start'}")

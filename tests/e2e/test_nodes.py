@@ -36,6 +36,7 @@ from tests.conformance.served import VLLM, Models, make_models
 from tests.e2e.clusters import cluster_environment, start_cluster
 from tests.helpers import tiny_models
 from tests.helpers.fakes.rollouts import RolloutsHere
+from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
@@ -156,6 +157,7 @@ async def until_none(folder: Path) -> None:
             await asyncio.sleep(0.1)
 
 
+@WHOLE_RUN
 async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(cluster: None, tmp_path: Path):
     config = replace(VLLM, nodes=NODES, tensor_parallel=NODES, kv_cache_bytes=16 << 20)
     models = make_models(tmp_path, tiny_models.qwen3_moe_config())

@@ -10,6 +10,7 @@ import pytest
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.tokenizer import build_tokenizer
 from tests.docs.pages import module_of
+from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.wheel import environment_of, install_wheel
 
 SMALL = (
@@ -121,6 +122,7 @@ def check_counters(events):
     assert any(calls for _, *calls, _ in found.values()), "each turn that is executed calls its counter twice"
 
 
+@WHOLE_RUN
 @pytest.mark.parametrize("task", ["dataset", "products"])
 def test_own_task_is_trained_from_a_folder_of_the_user(folder, environment, task):
     code = DATASET + COUNTER if task == "dataset" else module_of("README.md", "products.py")
@@ -141,6 +143,7 @@ def test_own_task_is_trained_from_a_folder_of_the_user(folder, environment, task
     assert (folder / "outputs/mine/final/config.json").is_file()
 
 
+@WHOLE_RUN
 def test_a_sweep_over_an_own_task_runs_from_a_folder_of_the_user(folder, environment):
     (folder / "mine.py").write_text(DATASET)
     cells = ("losses", "loss=ppo_clip", "seed=0", "staleness.max_staleness=1", "trainer.updates_per_batch=1")

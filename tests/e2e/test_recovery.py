@@ -25,6 +25,7 @@ from tests.e2e.runs import (
     wait_for_step,
 )
 from tests.e2e.tasks import TURNS
+from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = pytest.mark.timeout(1000)
 OVERRIDES = (
@@ -110,6 +111,7 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     assert {g: after[g]["train_step"] for g in again} == {g: before[g]["train_step"] for g in again}
 
 
+@WHOLE_RUN
 def test_run_outlives_its_parts(tmp_path, warm_starts):
     keep = ("rollout.on_update=keep", "rollout.resume_routing=force", "journal.fsync=true")
     sent = "sync.route=direct"  # a version is lost with the trainer

@@ -16,6 +16,7 @@ from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start
 from async_rl.metrics.trace import read_trace
 from tests.conformance.reference import logprob_gap, reference
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, lines, pids, spawn, start, wait_for_step
+from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.traces import CHAIN, check_trace
 from tests.helpers.updates import checkpoint_digest
 
@@ -148,6 +149,7 @@ async def test_final_is_loaded_by_transformers_and_by_vllm_alike(short_run, monk
     assert logprob_gap(expected, both, segment.logprobs, start=len(tokens)) <= 1
 
 
+@WHOLE_RUN
 def test_a_run_keeps_to_the_schedule_of_another_run(tmp_path, warm_starts, short_run):
     options = (*SHORT, "validation.prompts=0", f"schedule={short_run}")
     process = start(tmp_path / "second", warm_starts, *options, "total_train_steps=4", "loss=ppo_clip")
@@ -170,6 +172,7 @@ def test_a_run_keeps_to_the_schedule_of_another_run(tmp_path, warm_starts, short
     assert "rollout.groups_per_batch" in output
 
 
+@WHOLE_RUN
 def test_an_interrupted_run_resumes_by_its_printed_command_until_a_failure(tmp_path, warm_starts):
     process = start(tmp_path, warm_starts, "total_train_steps=200")
     wait_for_step(tmp_path, 2, process)

@@ -3,9 +3,10 @@
 import pytest
 
 from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start
+from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.traces import check_trace
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000)]
 STEPS = 6
 UNEVEN = (
     "task.factory=tests.e2e.tasks:uneven_task",

@@ -10,8 +10,9 @@ from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, read_run_state
 from async_rl.run import EXIT_REFUSED
 from tests.e2e.runs import SMALL, check_records, finish, start, wait_for_step
+from tests.helpers.lanes import WHOLE_RUN
 
-pytestmark = pytest.mark.timeout(1000)
+pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000)]
 
 
 def call(module, *arguments):

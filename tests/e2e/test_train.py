@@ -7,6 +7,7 @@ import sys
 
 from tests.architecture.test_imports import ROOT
 from tests.e2e.runs import SMALL, check_records, lines
+from tests.helpers.lanes import WHOLE_RUN
 
 SCRIPT = """
 import asyncio
@@ -53,6 +54,7 @@ for steps in (2, 3):
 CONFIG = dict(word.split("=") for word in SMALL if not word.startswith("task."))
 
 
+@WHOLE_RUN
 def test_a_task_of_a_script_is_trained_within_its_event_loop_and_continued(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     values = {key: json.loads(value) for key, value in CONFIG.items()}

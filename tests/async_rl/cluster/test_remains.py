@@ -98,6 +98,7 @@ def test_processes_at_and_below_a_raylet_are_ended_after_the_driver(dies_first, 
         assert not watcher.is_alive() and stranger.poll() is None
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("victim", ["gcs", "gcs and driver", "driver", "nothing"])
 def test_no_process_of_ray_stays(victim):
     driver, ready = started(DRIVER, RAY_gcs_rpc_server_reconnect_timeout_s="3")
