@@ -74,6 +74,8 @@ def write_rollouts(directory: Path, *, trajectories: int, routing_bytes: int) ->
                     prompt_index=number,
                     admitted_version=step,
                     error=f"ValueError: no unit in {number} (/task.py:{number} in score)",
+                    error_kind="ValueError",
+                    error_line=f"/task.py:{number} in score",
                     tokens=9,
                     prompt="1+1",
                     turns=[{"text": "2", "tool_calls": [], "reply": ""}],

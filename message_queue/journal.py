@@ -33,7 +33,7 @@ Settings = Mapping[str, int | str]  # config field -> value
 
 FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
-FORMAT = 6  # 5 had no agents
+FORMAT = 7  # 6 had reasons of drops without kind
 _STATE_ROW = 0
 
 

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from async_rl.trainer.planning import BatchPlan
     from async_rl.trainer.state.optimizer import OptimizerConfig
     from message_queue.contract import Admission
+    from message_queue.ledger import Drop
     from message_queue.training_sequence import GroupContent
     from message_queue.trajectory import Trajectory
 
@@ -561,7 +562,7 @@ class RolloutHost:
         """End the rollouts of a group whose caller is gone."""
         self._worker.stop(group)
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         await self._worker.cancel(group, reason=reason)
 
     async def flush(self) -> None:

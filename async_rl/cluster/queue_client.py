@@ -17,7 +17,7 @@ from async_rl.cluster.rpc import BatchingClient, first_line
 from async_rl.files.logs import open_log
 from message_queue.contract import Admission, Batch, QueueSnapshot
 from message_queue.heads import GroupHead
-from message_queue.ledger import LedgerRecord, LedgerTotal
+from message_queue.ledger import Drop, LedgerRecord, LedgerTotal
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.staleness import StalenessConfig
@@ -61,13 +61,11 @@ class QueueClient:
     async def admit(self, prompt: int) -> Admission:
         return await self._calls.call(TrajectoryQueue.admit, prompt)
 
-    async def put(self, head: GroupHead) -> str | None:
+    async def put(self, head: GroupHead) -> Drop | None:
         return await self._calls.call(TrajectoryQueue.put, head)
 
-    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
-        return await self._calls.call(
-            TrajectoryQueue.drop, group, reason=reason, segments=segments, tokens=tokens, expired=expired
-        )
+    async def drop(self, group: int, *, reason: Drop, segments: int = 0, tokens: int = 0) -> bool:
+        return await self._calls.call(TrajectoryQueue.drop, group, reason=reason, segments=segments, tokens=tokens)
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         return await self._calls.call(TrajectoryQueue.wait_expired, known=known)

@@ -20,6 +20,7 @@ from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.program import ProgramLoop
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools import PauseGate
+from agent_loop.user_errors import Failure
 from async_rl.cluster.actors import EVENTS_S, RolloutActor
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.config import ClusterConfig, RunConfig
@@ -38,6 +39,7 @@ from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, RolloutWorker, WorkerEvent
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import Admission
+from message_queue.ledger import Drop
 from message_queue.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ def build_worker(
             resume_routing=rollout.resume_routing,
             log=log,
             failure=rollout.failure,
-            note=lambda text: worker.report(text),
+            note=lambda failure: worker.report(failure),
             failed=lambda rollout: worker.report(rollout),
             decode=decode if rollout.record.steps else None,
         )
@@ -131,14 +133,16 @@ def _program_loop(
 
 
 class _Reports(logging.Handler):
-    """Reports the texts of a logger to the driver."""
+    """Reports the messages of a logger to the driver; a record may have `kind` and `line` of a Failure."""
 
     def __init__(self, worker: RolloutWorker) -> None:
         super().__init__()
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._worker.report(record.getMessage())
+        fields = vars(record)
+        kind, line = fields.get("kind", record.name), fields.get("line", "")
+        self._worker.report(Failure(kind=kind, line=line, text=record.getMessage()))
 
 
 def addresses(replicas: Sequence[PoolReplica]) -> dict[str, ReplicaAddress]:
@@ -252,7 +256,7 @@ class WorkerClient:
     async def open(self, place: ContentPlace, *, writer: str) -> None:
         await self._answer("open", self._actor.open.remote(place, writer=writer), timeout_s=self._timeout_s)
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         await self._answer("cancel", self._actor.cancel.remote(group, reason=reason), timeout_s=self._timeout_s)
 
     async def flush(self) -> None:

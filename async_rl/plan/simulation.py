@@ -36,6 +36,7 @@ from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead
+from message_queue.ledger import Drop, DropKind
 from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.tokens import WeightVersion
@@ -261,13 +262,14 @@ class _Run:
         if isinstance(outcome, DroppedGroup):
             self._traced.expired.append(outcome)
             await self._queue.drop(
-                outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens, expired=True
+                outcome.group, reason=outcome.reason, segments=outcome.segments, tokens=outcome.tokens
             )
             self._count_ended(prompt.index)
         elif self._failures.random() < self._description.interruptions.failed:
             self._traced.failed.append(outcome)
+            reason = Drop(DropKind.ROLLOUT_FAILED, "as often as in the run")
             await self._queue.drop(
-                outcome.group, reason="failed", segments=outcome.num_segments, tokens=outcome.num_tokens
+                outcome.group, reason=reason, segments=outcome.num_segments, tokens=outcome.num_tokens
             )
         else:
             self._ready[outcome.group] = asyncio.get_running_loop().time()
@@ -279,7 +281,7 @@ class _Run:
         while True:
             expired = set(await self._queue.wait_expired(known=known))
             for group in sorted(expired - known):
-                self._rollouts.cancel(group, reason="expired")
+                self._rollouts.cancel(group, reason=Drop(DropKind.EXPIRED, "no batch is left for it"))
             known = expired
 
     async def _train(self, skipped: int, steps: int) -> None:

@@ -25,6 +25,7 @@ from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
+from message_queue.ledger import Drop
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 
@@ -91,7 +92,7 @@ class PlannedWorker:
         self._on_open = on_open
         self._spans = spans
         self._rolls: dict[int, tuple[asyncio.Task[object], list[list[Span]]]] = {}
-        self._given_up: dict[int, str] = {}
+        self._given_up: dict[int, Drop] = {}
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
@@ -165,7 +166,7 @@ class PlannedWorker:
             stop_reason=StopReason.STOP,
         )
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         if group in self._rolls and group not in self._given_up:
             self._given_up[group] = reason
             self._rolls[group][0].cancel()
@@ -202,6 +203,6 @@ class PlannedWorker:
         """The plan ends its tasks."""
 
 
-def _dropped(group: int, reason: str, spans: Sequence[Sequence[Span]]) -> DroppedGroup:
+def _dropped(group: int, reason: Drop, spans: Sequence[Sequence[Span]]) -> DroppedGroup:
     lengths = tuple((sum(tokens for _, tokens in each), False) for each in spans)
-    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths, expired=True)
+    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths)

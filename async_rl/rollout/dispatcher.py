@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent_loop.loop import Prompt
+from agent_loop.user_errors import Failure
 from async_rl.files.logs import with_notes
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.notifier import Notifier
@@ -31,6 +32,7 @@ from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, Wor
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
+from message_queue.ledger import Drop
 from message_queue.trajectory import Trajectory
 
 MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
@@ -54,7 +56,7 @@ class Worker(Protocol):
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
     ) -> tuple[RolledGroup, ContentOrRef]: ...
-    async def cancel(self, group: int, *, reason: str) -> None: ...
+    async def cancel(self, group: int, *, reason: Drop) -> None: ...
     async def flush(self) -> None: ...
     async def forget(self, groups: Collection[int]) -> None: ...
     async def pause_tools(self) -> None: ...
@@ -102,7 +104,7 @@ class Dispatcher:
         processes: starts and ends worker processes; None if no worker can fail.
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
-        note_failure: called with the text of each failed rollout; None for `note`.
+        note_failure: called with each failure of a rollout or tool; None for `note` with its text.
         record_failed: called with each rollout that failed at its last try.
         trace: gets the time spans of the workers; None for none.
 
@@ -118,7 +120,7 @@ class Dispatcher:
         processes: WorkerFactory | None = None,
         config: SupervisionConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
-        note_failure: Callable[[str], None] | None = None,
+        note_failure: Callable[[Failure], None] | None = None,
         record_failed: Callable[[FailedRollout], None] = lambda _rollout: None,
         trace: Trace | None = None,
     ) -> None:
@@ -127,7 +129,7 @@ class Dispatcher:
         self._num_names = len(workers)
         self._processes = processes
         self._note = note
-        self._note_failure = note_failure or note
+        self._note_failure = note_failure or (lambda failure: note(failure.text))
         self._record_failed = record_failed
         self._trace = trace or Trace(None)
         self._pool = pool
@@ -187,7 +189,7 @@ class Dispatcher:
             finally:
                 member.groups.pop(group, None)
 
-    def cancel(self, group: int, *, reason: str) -> None:
+    def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         for member in self._live:
             if group in member.groups:
@@ -315,7 +317,7 @@ class Dispatcher:
                         self._lose_replica(event)
                     case FailedRollout():
                         self._record_failed(event)
-                    case str():
+                    case Failure():
                         self._note_failure(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from agent_loop.loop import Prompt
 from agent_loop.timeline import TimeSpan
 from agent_loop.tools import PauseGate
+from agent_loop.user_errors import Failure
 from async_rl.endpoint.host import Sessions
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
@@ -22,6 +23,7 @@ from message_queue.content import ContentWriter
 from message_queue.contract import Admission
 from message_queue.disk_errors import JournalError
 from message_queue.heads import GroupHead, head_of
+from message_queue.ledger import Drop
 from message_queue.training_sequence import GroupContent, content_of
 from message_queue.trajectory import Trajectory
 
@@ -56,8 +58,8 @@ class LostReplica:
     """Further lines for the user, such as the end of its log."""
 
 
-WorkerEvent = str | FailedRollout | LostReplica
-"""Text of a failed rollout or tool, a rollout that failed at its last try, or a failed replica."""
+WorkerEvent = Failure | FailedRollout | LostReplica
+"""Failure of a rollout or tool, a rollout that failed at its last try, or a failed replica."""
 
 
 class RolloutWorker:
@@ -123,7 +125,7 @@ class RolloutWorker:
             return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), None
         return RolledGroup(outcome=head_of(outcome), generated=generated, time_spans=spans), content_of(outcome)
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group; see `Rollouter.cancel`."""
         self._rollouter.cancel(group, reason=reason)
 

@@ -27,6 +27,7 @@ from agent_loop.tools import ToolCall, ToolRunner
 from agent_loop.user_errors import LeakedError, describe_error
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from async_rl.rollout.validator import Validator
+from message_queue.ledger import DropKind
 from message_queue.tokens import StopReason
 from tests.helpers.stored import admission
 
@@ -215,8 +216,8 @@ async def test_rollout_that_ends_without_closing_its_trajectory_has_failed(leak,
         decode=lambda ids: "x",
     )
     group = await rollouter.roll(PROMPT, admission(0))
-    assert isinstance(group, DroppedGroup) and "rollout" in group.reason
-    assert notes and failed and all("failed, 1 of 1 times" in note for note in notes)
+    assert isinstance(group, DroppedGroup) and group.reason.kind is DropKind.ROLLOUT_FAILED
+    assert notes and failed and all("failed, 1 of 1 times" in note.text for note in notes)
 
 
 @pytest.mark.parametrize("leak", [None, cancels_itself, async_generator_leaks])

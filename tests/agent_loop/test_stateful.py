@@ -228,7 +228,7 @@ async def test_a_rollout_without_its_state_starts_over_and_its_records_follow(tm
     await writer.close()
     sampled = sum(len(ids(text)) for text in TURNS)
     assert group.trajectories[0].reward == 0.5 and group.num_tokens == rollouter.tokens.pop(0) == sampled
-    assert any(f"starts over, without {sampled} tokens" in note for note in notes)
+    assert any(f"starts over, without {sampled} tokens" in note.text for note in notes)
     found = read(tmp_path, 0, routing=SPEC)
     assert not found.notes
     assert found.groups[0].trajectories[0].token_ids().tolist() == group.trajectories[0].token_ids().tolist()
