@@ -37,7 +37,7 @@ GROUP = 8
 
 def in_groups(batch: TrainingBatch) -> TrainingBatch:
     """A batch of one group, cut into groups of GROUP trajectories."""
-    (content,) = batch.contents
+    content = batch.content(0)
     index = batch.index.copy()
     index[:, 0], index[:, 1] = batch.index[:, 1] // GROUP, batch.index[:, 1] % GROUP
     parts = [content[at : at + GROUP] for at in range(0, len(content), GROUP)]
@@ -58,7 +58,7 @@ def head_of_group(batch: TrainingBatch, group: int) -> GroupHead:
             stop_reason=StopReason.STOP,
             info={"turns": float(len(sequence.runs)), "reward/right": 1.0},
         )
-        for (sequence,) in batch.contents[group]
+        for (sequence,) in batch.content(group)
     )
     return GroupHead(group=group, prompt=group, admitted_version=0, admitted_update=0, trajectories=trajectories)
 

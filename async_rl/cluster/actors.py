@@ -723,7 +723,7 @@ class TrainerActor:
             groups = sorted({*groups, *plan.batch.recorded.heads})
         with self._rank.timeline.span("fetch", groups=len(groups)):
             fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
-        here = [fetched.get(group) for group in range(len(contents))]
+        here = [fetched.get(group, ()) for group in range(len(contents))]
         return replace(plan, batch=replace(plan.batch, contents=here))
 
     def pid(self) -> int:

@@ -30,7 +30,7 @@ from async_rl.files.logs import log_end
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.dispatcher import WorkerLostError
-from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
+from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule_replay import NoReplay
@@ -40,6 +40,7 @@ from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, Rol
 from async_rl.weights.model_info import read_model_info
 from message_queue.contract import Admission
 from message_queue.ledger import Drop
+from message_queue.training_sequence import Content
 from message_queue.trajectory import Trajectory
 
 T = TypeVar("T")
@@ -236,7 +237,7 @@ class WorkerClient:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, ContentOrRef]:
+    ) -> tuple[RolledGroup, Content]:
         """The second value is a reference to the content, which stays on the node of the worker."""
         rolled, content = cast(list[Any], self._actor.roll.remote(prompt, admission, list(existing), handout=handout))
         try:

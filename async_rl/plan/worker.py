@@ -27,6 +27,7 @@ from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
 from message_queue.ledger import Drop
 from message_queue.tokens import StopReason
+from message_queue.training_sequence import GroupContent
 from message_queue.trajectory import Trajectory
 
 
@@ -96,7 +97,7 @@ class PlannedWorker:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, None]:
+    ) -> tuple[RolledGroup, GroupContent]:
         group, lengths = admission.group, self._lengths.of(prompt.index)
         spans: list[list[Span]] = [[] for _ in lengths]
         task = asyncio.current_task()
@@ -123,7 +124,7 @@ class PlannedWorker:
         finally:
             self._on_open(-len(lengths))
             del self._rolls[group]
-        return RolledGroup(outcome=outcome, generated=sum(t for each in spans for _, t in each)), None
+        return RolledGroup(outcome=outcome, generated=sum(t for each in spans for _, t in each)), ()
 
     async def roll_held_out(self, trajectories: int, *, number: int) -> None:
         """Roll out trajectories of a validation, which no batch has."""

@@ -25,7 +25,7 @@ from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
-from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
+from async_rl.rollout.group_contents import ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, WorkerEvent
@@ -33,6 +33,7 @@ from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop
+from message_queue.training_sequence import Content
 from message_queue.trajectory import Trajectory
 
 MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
@@ -55,7 +56,7 @@ class Worker(Protocol):
     async def open(self, place: ContentPlace, *, writer: str) -> None: ...
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, ContentOrRef]: ...
+    ) -> tuple[RolledGroup, Content]: ...
     async def cancel(self, group: int, *, reason: Drop) -> None: ...
     async def flush(self) -> None: ...
     async def forget(self, groups: Collection[int]) -> None: ...
@@ -167,11 +168,11 @@ class Dispatcher:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()
-    ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
+    ) -> tuple[GroupHead | DroppedGroup, Content]:
         """Roll out a group; see `Rollouter.roll`. If its worker fails, another one continues from the records.
 
         Returns:
-            Head and content of a finished group, or a DroppedGroup and None.
+            Head and content of a finished group, or a DroppedGroup and empty content.
         """
         group = admission.group
         while True:

@@ -110,8 +110,8 @@ class RolloutWorker:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, GroupContent | None]:
-        """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group."""
+    ) -> tuple[RolledGroup, GroupContent]:
+        """Roll out a group; see `Rollouter.roll`. The second value is the content, empty for a dropped group."""
         task = asyncio.current_task()
         assert task is not None
         self._rolls[admission.group] = task
@@ -122,7 +122,7 @@ class RolloutWorker:
             generated = self._rollouter.tokens.pop(admission.group)
         spans = self._rollouter.timeline.take()
         if isinstance(outcome, DroppedGroup):
-            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), None
+            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), ()
         return RolledGroup(outcome=head_of(outcome), generated=generated, time_spans=spans), content_of(outcome)
 
     async def cancel(self, group: int, *, reason: Drop) -> None:

@@ -199,7 +199,7 @@ class RolloutRecorder:
         self.flush()
         assert batch.recorded is not None
         heads = batch.recorded.heads
-        contents = [content if group in heads else None for group, content in enumerate(batch.contents)]
+        contents = [content if group in heads else () for group, content in enumerate(batch.contents)]
         self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values, moe_layers)
 
     def flush(self) -> None:
@@ -301,7 +301,7 @@ def _by_path(batch: TrainingBatch, group: int, trajectory: int) -> dict[int, lis
     numbers = {int(batch.index[number, 2]): number for number in own}
     heads = batch.recorded.heads[group].trajectories[trajectory].sequences
     found: dict[int, list[_Recorded]] = {}
-    for at, sequence in enumerate(batch.contents[group][trajectory]):
+    for at, sequence in enumerate(batch.content(group)[trajectory]):
         found.setdefault(sequence.path, []).append(_Recorded(heads[at].agent, sequence, numbers.get(at)))
     return found or {0: []}
 

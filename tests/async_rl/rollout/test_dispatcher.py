@@ -61,7 +61,7 @@ class FakeWorker:
     async def cancel(self, group, *, reason):
         self._answer("cancel", group)
         dropped = DroppedGroup(group=group, reason=reason, segments=0, lengths=())
-        self._ends[group].set_result((RolledGroup(outcome=dropped, generated=0), None))
+        self._ends[group].set_result((RolledGroup(outcome=dropped, generated=0), ()))
 
     async def validate(self, prompts, *, number):
         self._answer("validate", [place for place, _ in prompts])
