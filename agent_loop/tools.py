@@ -14,11 +14,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
-from agent_loop.boundary import OvertimeError, boundary
-from agent_loop.loop import RolloutError
+from agent_loop.boundary import boundary
 from agent_loop.text import safe_text, safe_value
 from agent_loop.timeline import timed
 from agent_loop.user_errors import Failure, describe_error, failure_of
+from message_queue.errors import OvertimeError, RolloutError, ToolError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
@@ -27,10 +27,6 @@ MAX_DEPTH = 100  # of arguments: more than tools take, and less than JSON and py
 _MARKER = re.compile(f"{CALL_OPEN}[ \t\r\n]*|{THINK}|{END_THINK}")
 _CLOSED = re.compile(f"[ \t\r\n]*{CALL_CLOSE}")
 _CALL_END = re.compile(f"{CALL_CLOSE}|(?={CALL_OPEN})")
-
-
-class ToolError(Exception):
-    """Raised by a tool; the text explains to the model why its call is wrong."""
 
 
 class Tool(Protocol):

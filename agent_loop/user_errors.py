@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.loop import RolloutError
 from agent_loop.text import safe_text
+from message_queue.errors import RolloutError
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 _OWN = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("agent_loop", "async_rl", "message_queue"))

@@ -29,7 +29,8 @@ from message_queue.content_format import (
     encode,
     row_checksum,
 )
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, disk_errors
+from message_queue.disk_errors import disk_errors
+from message_queue.errors import JournalBroken, JournalBusy, JournalError
 from message_queue.progress import RolloutRecord
 from message_queue.sqlite_file import connect, stamp
 

@@ -35,10 +35,11 @@ import numpy as np
 
 from message_queue.content_format import IndexRow, data_path, decode, index_run, row_checksum
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalBroken, JournalMismatch, disk_error, disk_errors
+from message_queue.disk_errors import disk_error, disk_errors
+from message_queue.errors import ContractError, JournalBroken, JournalMismatch
 from message_queue.progress import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.sqlite_file import connect
-from message_queue.tokens import ContractError, RoutingSpec, TokenOutput
+from message_queue.tokens import RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 _ALL = -1  # a position before every record

@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from message_queue.disk_errors import JournalBroken, JournalBusy, JournalError, JournalMismatch, damaged, disk_errors
+from message_queue.disk_errors import damaged, disk_errors
+from message_queue.errors import JournalBroken, JournalBusy, JournalError, JournalMismatch
 from message_queue.events import Event
 from message_queue.sqlite_file import checksum, connect, is_written, stamp
 from message_queue.state import StoredState

@@ -15,15 +15,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import islice
 
-from message_queue.contract import Admission, Batch, QueueClosed, QueueSnapshot
+from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.errors import ContractError, QueueClosed, StalenessError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import Drop, DropKind, LedgerRecord, LedgerTotal
 from message_queue.policies import DropPolicy
-from message_queue.staleness import StalenessError
 from message_queue.state import GroupState, QueueState
-from message_queue.tokens import ContractError
 
 
 class TrajectoryQueue:

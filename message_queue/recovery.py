@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from message_queue.contract import Admission, QueueSnapshot
-from message_queue.disk_errors import JournalMismatch
+from message_queue.errors import JournalMismatch
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
 from message_queue.ledger import Drop, DropKind

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
-from message_queue.disk_errors import JournalFormatError
+from message_queue.errors import JournalFormatError
 
 BUSY_S = 60.0  # longest wait for another process that reads or writes the file
 

@@ -8,10 +8,6 @@ from typing import Literal, get_args
 Policy = Literal["wait", "drop", "recycle", "mask"]
 
 
-class StalenessError(RuntimeError):
-    """A token older than the bound reached the trainer's side; names group, version and staleness."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessConfig:
     """The staleness bound, and the policy for groups that would exceed it."""

@@ -18,7 +18,8 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from message_queue.contract import Admission, QueueError, QueueSnapshot
+from message_queue.contract import Admission, QueueSnapshot
+from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop, LedgerCounts, LedgerRecord

@@ -23,7 +23,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agent_loop.boundary import USER_THREADS
-from agent_loop.engine import EngineError
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
 from async_rl.compat.garbage import make_collections_rare, no_collections
@@ -34,6 +33,7 @@ from async_rl.inference.select import EngineConfig, start_node, start_replica
 from async_rl.weights.remote import download, driver_problem, remove, upload
 from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import Backend, Seat, UpdateError, WeightUpdate
+from message_queue.errors import AsyncRLError, EngineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,7 +83,7 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
-class PlacementError(RuntimeError):
+class PlacementError(AsyncRLError):
     """The run does not fit the nodes of the cluster; names the field and the way out."""
 
 

@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 from torch import Tensor
 
-from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from agent_loop.timeline import TimeSpan
 from async_rl.cluster.actors import Placement, ReplicaActor, TrainerActor
 from async_rl.cluster.rpc import BatchingClient
@@ -28,6 +28,7 @@ from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
+from message_queue.errors import AsyncRLError, EngineError, ReplicaLostError
 from message_queue.tokens import TokenOutput, WeightVersion
 
 P = ParamSpec("P")
@@ -35,7 +36,7 @@ T = TypeVar("T")
 _STARTING = ("open_rendezvous", "start")  # calls of a trainer rank that may fail because another one died
 
 
-class TrainerError(RuntimeError):
+class TrainerError(AsyncRLError):
     """A trainer rank failed; names the rank, the call and the cause."""
 
 

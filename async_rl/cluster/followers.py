@@ -17,12 +17,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.actors import FollowerActor
 from async_rl.cluster.clients import answer
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.select import EngineConfig
 from async_rl.weights.transport import Seat, UpdateError, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 
 CLOSE_S = 10.0  # bound on the end of the engine's processes of a node
 LATE_S = 10.0  # from the end of a fetch, which the follower bounds, to its answer

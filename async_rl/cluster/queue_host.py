@@ -6,20 +6,18 @@ import os
 from collections.abc import Callable, Sequence
 
 from async_rl.cluster.rpc import BatchingServer, Call, Reply
-from message_queue.contract import QueueError
-from message_queue.disk_errors import JournalError
+from message_queue.errors import AsyncRLError, ContractError, JournalError, QueueError, StalenessError
 from message_queue.journal import EventJournal
 from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
-from message_queue.staleness import StalenessConfig, StalenessError
-from message_queue.tokens import ContractError
+from message_queue.staleness import StalenessConfig
 
 REFUSALS = (QueueError, ContractError, StalenessError, JournalError)
 """Errors that reach a caller of the queue unchanged."""
 
 
-class QueueUnavailable(RuntimeError):
+class QueueUnavailable(AsyncRLError):
     """The process of the queue is dead or silent; names the waiting call and the bound."""
 
 

@@ -13,6 +13,7 @@ from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop, LedgerRecord, LedgerTotal
 from message_queue.recovery import JournalPlace, Restored
@@ -20,7 +21,7 @@ from message_queue.recovery import JournalPlace, Restored
 WATCH_EVERY_S = 10.0  # between two signs of life of a replica
 
 
-class StageError(RuntimeError):
+class StageError(AsyncRLError):
     """A stage failed; the cause is chained."""
 
 

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import ray
 
-from agent_loop.engine import EngineError
 from async_rl.cluster.actors import Placement, start_ray
 from async_rl.cluster.clients import ReplicaClient, TrainerClient, TrainerLostError
 from async_rl.cluster.queue_client import QueueClient, start_queue
@@ -41,6 +40,7 @@ from async_rl.trainer.model.model import LoraConfig, TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import is_quantized
 from async_rl.weights.quantized import dequantize, plain_folder
+from message_queue.errors import EngineError
 
 
 async def place_run(

@@ -15,11 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
-from agent_loop.engine import Engine, ReplicaLostError
+from agent_loop.engine import Engine
 from async_rl.files.logs import notes_of
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.replica import KVPolicy, ReplicaStats
 from async_rl.weights.transport import Seat, Source, WeightUpdate
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import WeightVersion
 
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import TokenOutput
 
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from agent_loop.boundary import OvertimeError, boundary, call_function
+from agent_loop.boundary import boundary, call_function
 from agent_loop.user_errors import Failure, failure_of
+from message_queue.errors import OvertimeError
 
 CALL_S = 60.0  # of a call, and of all that are left at the end of the run
 MOST_WAITING = 1_000

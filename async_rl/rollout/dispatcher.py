@@ -31,6 +31,7 @@ from async_rl.rollout.token_count import TokenCount
 from async_rl.rollout.worker import LostReplica, RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.content_reader import remove_settled
 from message_queue.contract import Admission
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop
 from message_queue.training_sequence import Content
@@ -39,7 +40,7 @@ from message_queue.trajectory import Trajectory
 MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
 
 
-class WorkerLostError(RuntimeError):
+class WorkerLostError(AsyncRLError):
     """A rollout worker is dead or silent; another one continues its groups."""
 
 

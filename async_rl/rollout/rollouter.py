@@ -18,17 +18,17 @@ from typing import Literal, get_args
 import numpy as np
 
 from agent_loop.boundary import boundary
-from agent_loop.engine import EngineError
-from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
+from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.timeline import Timeline, enclosing
 from agent_loop.user_errors import Failure, failure_of, innermost
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
+from message_queue.errors import ContractError, EngineError, PromptError, RolloutError, StateLostError
 from message_queue.ledger import Drop, DropKind
 from message_queue.progress import RolloutRecord, RolloutStep
-from message_queue.tokens import ContractError, Int32Array, RoutingSpec, StopReason
+from message_queue.tokens import Int32Array, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.text import safe_value
 from agent_loop.timeline import Timeline, enclosing
@@ -14,7 +13,8 @@ from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.rollout.rollouter import run_loop
-from message_queue.tokens import ContractError, RoutingSpec, StopReason
+from message_queue.errors import ContractError, EngineError
+from message_queue.tokens import RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 
 

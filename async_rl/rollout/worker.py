@@ -21,7 +21,7 @@ from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
 from message_queue.content import ContentWriter
 from message_queue.contract import Admission
-from message_queue.disk_errors import JournalError
+from message_queue.errors import JournalError
 from message_queue.heads import GroupHead, head_of
 from message_queue.ledger import Drop
 from message_queue.training_sequence import GroupContent, content_of

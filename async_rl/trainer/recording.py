@@ -52,6 +52,7 @@ from async_rl.files.rollouts import RecordConfig, tool_calls_of, write_step
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import FILTERS, MicroBatches, MicroBatchResults
+from message_queue.errors import AsyncRLError
 from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import SampledRun, TrainingSequence
@@ -98,7 +99,7 @@ _PER_TOKEN = ("behaviour_logprobs", "proximal_logprobs", "logprobs", "gradient_s
 _ROUTING_ITEM = 2  # bytes of an expert id in the files
 
 
-class RecordingError(RuntimeError):
+class RecordingError(AsyncRLError):
     """Rollouts cannot be written to disk; the message names the folder and the way out."""
 
 

@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from agent_loop import boundary as boundary_module
-from agent_loop.boundary import OvertimeError, UserThreads, boundary, slot
+from agent_loop.boundary import UserThreads, boundary, slot
 from agent_loop.environment import EnvironmentClass, Step
 from agent_loop.functions import FunctionReward, FunctionTool, weighted
-from agent_loop.loop import Message, Prompt, RolloutError
-from agent_loop.reward import Completion, RewardError, score_in_time
+from agent_loop.loop import Message, Prompt
+from agent_loop.reward import Completion, score_in_time
 from agent_loop.rewards import in_processes
 from agent_loop.stateful import ToolClass, open_tools
 from agent_loop.tools import ToolCall, ToolRunner
 from agent_loop.user_errors import LeakedError, describe_error
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from async_rl.rollout.validator import Validator
-from message_queue.ledger import DropKind
+from message_queue.errors import OvertimeError, RewardError, RolloutError
 from message_queue.tokens import StopReason
 from tests.helpers.stored import admission
 
@@ -216,7 +216,7 @@ async def test_rollout_that_ends_without_closing_its_trajectory_has_failed(leak,
         decode=lambda ids: "x",
     )
     group = await rollouter.roll(PROMPT, admission(0))
-    assert isinstance(group, DroppedGroup) and group.reason.kind is DropKind.ROLLOUT_FAILED
+    assert isinstance(group, DroppedGroup) and not group.expired
     assert notes and failed and all("failed, 1 of 1 times" in note.text for note in notes)
 
 

@@ -15,12 +15,13 @@ import pytest
 from agent_loop import mcp as own
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.mcp import McpServer
 from agent_loop.stateful import open_tools
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import PauseGate, ToolCall, ToolRunner, describe_tool
 from async_rl import Task
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
 from tests.agent_loop.mcp_servers import CONTROL, HUGE

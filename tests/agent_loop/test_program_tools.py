@@ -3,11 +3,11 @@
 import pytest
 
 from agent_loop import program_tools
-from agent_loop.loop import RolloutError
 from agent_loop.program_tools import python_tool, shell_tool
-from agent_loop.sandbox import SandboxError, SandboxLimits, check_sandbox
+from agent_loop.sandbox import SandboxLimits, check_sandbox
 from agent_loop.tools import ToolCall, ToolRunner
 from async_rl import Task
+from message_queue.errors import RolloutError, SandboxError
 
 try:
     check_sandbox()

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from agent_loop import sandbox
-from agent_loop.sandbox import SandboxError, SandboxLimits, check_sandbox, run_python, run_shell
+from agent_loop.sandbox import SandboxLimits, check_sandbox, run_python, run_shell
+from message_queue.errors import SandboxError
 
 try:
     check_sandbox()

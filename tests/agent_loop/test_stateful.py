@@ -8,13 +8,14 @@ import pytest
 
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.stateful import ToolClass, open_tools
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import ToolCall, ToolRunner, describe_tool
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from message_queue.content import ContentWriter
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, ids, make_engine, rebuilt, text_of, turn
 from tests.helpers.fakes import SPEC, FakeReward, FakeTool

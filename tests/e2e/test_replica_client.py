@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.actors import ReplicaHost, TrainerActor, start_ray
 from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
@@ -26,6 +26,7 @@ from async_rl.config import ClusterConfig
 from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
 from message_queue.contract import Admission
+from message_queue.errors import AnswerError, EngineError, ReplicaLostError
 from message_queue.tokens import StopReason
 from tests.helpers.fakes import FakeEngine, fake_weights
 

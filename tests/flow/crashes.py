@@ -14,7 +14,7 @@ from unittest.mock import patch
 from async_rl.controller import checkpoints
 from async_rl.controller.checkpoints import RunState, read_run_state
 from message_queue.content import ContentWriter
-from message_queue.disk_errors import JournalBroken
+from message_queue.errors import JournalBroken
 from message_queue.journal import EventJournal
 from message_queue.recovery import JournalPlace
 from tests.flow.harness import FakeTrainer, Harness

@@ -20,7 +20,8 @@ from message_queue import content
 from message_queue.content import ContentWriter
 from message_queue.content_format import FORMAT
 from message_queue.content_reader import read_groups, remove_settled
-from message_queue.disk_errors import (
+from message_queue.errors import (
+    ContractError,
     JournalBusy,
     JournalError,
     JournalFormatError,
@@ -28,7 +29,7 @@ from message_queue.disk_errors import (
     JournalUnwritable,
 )
 from message_queue.progress import CallStarted, RolloutRecord
-from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from message_queue.errors import ContractError
 from message_queue.heads import head_of
 from message_queue.progress import CallStarted, Forked, RolloutRecord
-from message_queue.tokens import ContractError, StopReason
+from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of

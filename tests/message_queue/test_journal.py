@@ -13,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.disk_errors import (
+from message_queue.errors import (
     JournalBroken,
     JournalBusy,
     JournalError,

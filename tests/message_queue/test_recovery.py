@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.disk_errors import JournalMismatch
+from message_queue.errors import JournalMismatch
 from message_queue.ledger import Drop, DropKind
 from message_queue.recovery import TOO_MANY
 from tests.helpers.groups import head_for

@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from message_queue.contract import Admission, QueueError
+from message_queue.contract import Admission
+from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Loaded, Published, Ready, Taken, Trained
 from message_queue.ledger import Drop, DropKind
 from message_queue.state import QueueState, StoredState

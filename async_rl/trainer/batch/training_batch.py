@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.trainer.batch.advantage import Advantages, BatchRewards
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
 from message_queue.training_sequence import BoolArray, Content, GroupContent, SampledRun, TrainingSequence
@@ -36,7 +37,7 @@ from message_queue.training_sequence import BoolArray, Content, GroupContent, Sa
 Int64Array = NDArray[np.int64]
 
 
-class BatchError(ValueError):
+class BatchError(AsyncRLError, ValueError):
     """Trajectories cannot form a batch, or their routing rows cannot be replayed; the message names the fault."""
 
 

@@ -5,11 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.cluster import actors
 from async_rl.cluster.actors import Placement, ReplicaHost
 from async_rl.cluster.rpc import Call
 from async_rl.config import ClusterConfig
+from message_queue.errors import EngineError
 from tests.helpers.fakes import FakeEngine, SeededScript
 
 

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from safetensors.torch import load_file
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueUnavailable
@@ -23,6 +22,7 @@ from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.weights.model_info import is_quantized
+from message_queue.errors import EngineError, ReplicaLostError
 from tests.helpers import tiny_models
 
 
