@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from message_queue.tokens import ContractError, StopReason, TokenOutput
+from message_queue.errors import ContractError
+from message_queue.tokens import StopReason, TokenOutput
 
 
 def check_answer(segments: Sequence[TokenOutput], request: GenerateRequest) -> None:

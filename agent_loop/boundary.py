@@ -23,21 +23,18 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-from agent_loop.loop import Prompt, RolloutError
+from agent_loop.loop import Prompt
 from agent_loop.timeline import timed
 from agent_loop.user_errors import LeakedError, describe_error
+from message_queue.errors import OvertimeError, RolloutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-REPORTS = logging.getLogger("agent_loop.tools")
+REPORTS = logging.getLogger("agent_loop.tools.tool")
 GRACE_S = 10.0  # from a cancel to the end of an async call; a call that goes on is left behind
 LEAST_S = 1e-6  # less time than this is none: the clock of an event loop may be too coarse to let it pass
 MAX_THREADS = 2048  # of calls that somebody waits for; further calls wait for a thread
 MAX_LOST = 1000  # calls of one function that are left behind in threads; its further calls fail
-
-
-class OvertimeError(Exception):
-    """User code gave no answer in time."""
 
 
 class _Clock:

@@ -21,10 +21,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.control_tokens import ChatTemplateError, ControlTokens, Tokenizer
+from agent_loop.control_tokens import ControlTokens, Tokenizer
 from agent_loop.decoder import FindStop
 from agent_loop.loop import Message
 from agent_loop.text import safe_value
+from message_queue.errors import ChatTemplateError
 from message_queue.tokens import Int32Array
 
 CHARS_PER_TOKEN = 8  # of the longest texts that are worth a look: prose and code have 3 to 5

@@ -25,16 +25,14 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from message_queue.errors import ChatTemplateError
+
 _PRIVATE = "\U000f0000-\U000ffffd"  # a range of characters for private use
 _EXPRESSION = re.compile(r"\{[{%].*?[}%]\}", re.DOTALL)
 _SOUGHT = re.compile(  # a literal that is an argument of a method that searches, or stands before `in`
     r"\b(?:split|rsplit|partition|rpartition|replace|startswith|endswith|find|rfind|index|rindex|count|removeprefix"
     r"|removesuffix)\(\s*(?:'[^']*'|\"[^\"]*\")|(?:'[^']*'|\"[^\"]*\")\s+(?:not\s+)?in\b"
 )
-
-
-class ChatTemplateError(ValueError):
-    """A chat template or tokenizer that cannot continue a conversation token by token; says why."""
 
 
 class Tokenizer(Protocol):

@@ -32,10 +32,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from agent_loop.answers import check_answer, cut_segments
-from agent_loop.engine import AnswerError, Engine, EngineError, GenerateRequest, SamplingConfig
-from agent_loop.loop import PromptError, RolloutError, TurnLimits
+from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
+from agent_loop.loop import TurnLimits
 from agent_loop.timeline import timed
-from message_queue.tokens import ContractError, Int32Array, RoutedExperts, StopReason, TokenOutput
+from message_queue.errors import AnswerError, ContractError, EngineError, PromptError, RolloutError
+from message_queue.tokens import Int32Array, RoutedExperts, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory, Turn
 
 FindStop = Callable[[Int32Array], int | None]

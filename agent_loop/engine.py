@@ -96,18 +96,3 @@ class Engine(Protocol):
             EngineError: the engine refused the request, or cannot serve for another reason.
         """
         ...
-
-
-class EngineError(RuntimeError):
-    """An engine cannot serve; names replica and cause."""
-
-
-class AnswerError(EngineError):
-    """An engine that still serves gave an answer that breaks the contract; the request may be made again.
-
-    Names replica, request, and the field and value that were refused. Nothing of the answer is used.
-    """
-
-
-class ReplicaLostError(EngineError):
-    """A replica is dead or cannot be reached; another one may serve the request."""

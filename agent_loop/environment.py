@@ -29,10 +29,11 @@ from agent_loop.boundary import UserObject
 from agent_loop.chat import CHARS_PER_TOKEN, Chat, encoded
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import number_or_nan
 from agent_loop.tools.functions import check_columns, named_parameters
 from agent_loop.tools.tool import PauseGate
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import Trajectory
 

@@ -10,18 +10,6 @@ from agent_loop.text import safe_text
 from message_queue.trajectory import Trajectory
 
 
-class RolloutError(RuntimeError):
-    """This rollout cannot be finished, though the engines serve: its group is dropped with the reason."""
-
-
-class StateLostError(RolloutError):
-    """The rollout cannot be resumed, because a tool has lost its state: it has to start over."""
-
-
-class PromptError(RolloutError):
-    """No rollout of this prompt can succeed, so that none is tried again."""
-
-
 def _make_safe(made: Any) -> None:
     for name in made.__slots__:
         if isinstance(text := getattr(made, name), str) and not text.isascii():

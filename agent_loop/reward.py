@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
-from agent_loop.boundary import OvertimeError, boundary
-from agent_loop.loop import Message, Prompt, RolloutError
+from agent_loop.boundary import boundary
+from agent_loop.loop import Message, Prompt
 from agent_loop.timeline import timed
 from agent_loop.user_errors import describe_error
+from message_queue.errors import OvertimeError, RewardError
 from message_queue.tokens import StopReason
-
-
-class RewardError(RolloutError):
-    """The reward failed or timed out; names the prompt and the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

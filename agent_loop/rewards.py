@@ -23,9 +23,9 @@ from typing import Any
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 
 from agent_loop.boundary import call_function, function_name, report_late, slot, uncounted
-from agent_loop.loop import RolloutError
 from agent_loop.reward import Completion, RewardFunction
-from agent_loop.user_errors import DescribedError, describe_error
+from agent_loop.user_errors import DescribedError, failure_of
+from message_queue.errors import RolloutError
 
 START_S = 120.0  # for a process to start
 
@@ -205,7 +205,7 @@ def _run(function: bytes, arguments: Mapping[str, Any]) -> Any:
     try:
         return cloudpickle.loads(function)(**arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - described here, as its frames do not travel
-        return DescribedError(describe_error(error))
+        return DescribedError(failure_of(error))
 
 
 def _equal_expressions(completion: Completion, answer: Any) -> bool:

@@ -25,7 +25,7 @@ from agent_loop.tools.tool import (
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import Trajectory, Turn
 
-TOOL_ERRORS = logging.getLogger("agent_loop.tools")
+TOOL_ERRORS = logging.getLogger("agent_loop.tools.tool")
 
 
 @dataclass(slots=True)
@@ -192,7 +192,9 @@ class ToolUseLoop:
             record.note(replies, shown=shown)
             for reply in replies:
                 if reply.error is not None:
-                    TOOL_ERRORS.warning("in a rollout of prompt %d, the tool %s", prompt.index, reply.error)
+                    fields = {"kind": reply.error.kind, "line": reply.error.line}
+                    text = "in a rollout of prompt %d, the tool %s"
+                    TOOL_ERRORS.warning(text, prompt.index, reply.error.text, extra=fields)
             if self._limits.turn_budget(len(trajectory) + len(observation)) < 1:
                 return StopReason.LENGTH
             trajectory.observe(observation)

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from async_rl.rollout.task import Demonstration, Task, TaskConfig, build_task
     from async_rl.run import TrainResult, train
     from async_rl.weights.transport import WeightUpdate
+    from message_queue.errors import AsyncRLError
 
 __all__ = [
+    "AsyncRLError",
     "ConfigError",
     "Demonstration",
     "EngineReplica",
@@ -36,6 +38,7 @@ _MODULES = {
     "async_rl.rollout.task": ("Demonstration", "Task", "TaskConfig", "build_task"),
     "async_rl.run": ("TrainResult", "train"),
     "async_rl.weights.transport": ("WeightUpdate",),
+    "message_queue.errors": ("AsyncRLError",),
 }
 
 

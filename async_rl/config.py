@@ -50,6 +50,7 @@ from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_settings import RESOLVERS, local_checkpoint
 from async_rl.weights.transport import Backend
+from message_queue.errors import AsyncRLError
 from message_queue.journal import JournalConfig
 from message_queue.policies import StalenessConfig
 from message_queue.trajectory import ResumeRouting
@@ -73,7 +74,7 @@ Url = Annotated[str, PydanticField(pattern="^[a-z0-9+:]+://.")]
 EnvironmentValue = Annotated[str, PydanticField(coerce_numbers_to_str=True)]
 
 
-class ConfigError(ValueError):
+class ConfigError(AsyncRLError, ValueError):
     """A run that cannot be started as asked; names field, value and the way out."""
 
 

@@ -238,7 +238,7 @@ async def roll_groups(
 
 def with_sequences(batch: TrainingBatch, change: Callable[[TrainingSequence, int], TrainingSequence]) -> TrainingBatch:
     """The batch with the sequences that `change` makes of a sequence and its number."""
-    contents = [[[*trajectory] for trajectory in content] for content in batch.contents]
+    contents = [[[*trajectory] for trajectory in batch.content(at)] for at in range(len(batch.contents))]
     for number, (group, trajectory, at) in enumerate(batch.index.tolist()):
         contents[group][trajectory][at] = change(batch.sequence(number), number)
     return replace(batch, contents=[tuple(map(tuple, content)) for content in contents])

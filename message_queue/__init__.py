@@ -1,10 +1,10 @@
 """The contract between rollout and training: segments, trajectories, groups, and the queue that passes them on."""
 
-from message_queue.contract import QueueClosed
+from message_queue.errors import ContractError, QueueClosed
 from message_queue.policies import StalenessConfig
 from message_queue.queue import TrajectoryQueue
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import PromptGroup, Trajectory, Turn
 
 __all__ = [

@@ -8,14 +8,6 @@ from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerCounts
 
 
-class QueueError(RuntimeError):
-    """The queue refuses a call."""
-
-
-class QueueClosed(QueueError):
-    """The queue is closed; the message counts the groups that are left in it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
     """Permission to roll out one prompt."""

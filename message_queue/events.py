@@ -9,6 +9,7 @@ import msgspec
 
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead
+from message_queue.ledger import Drop, DropKind
 
 
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -30,14 +31,17 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     group: int
     """Id of an open, ready or taken group."""
-    reason: str
-    """Why; the ledger counts by the part before the first colon."""
+    reason: Drop
+    """Kind and text."""
     segments: int = 0
     """Segments generated in vain; used if the group was open."""
     tokens: int = 0
     """Tokens sampled in vain; used if the group was open."""
-    requeue: bool = False
-    """Whether the prompt is admitted again."""
+
+    @property
+    def requeue(self) -> bool:
+        """Whether the prompt is admitted again."""
+        return self.reason.kind is DropKind.REQUEUED
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, tag=True):

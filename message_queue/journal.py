@@ -24,26 +24,16 @@ from pathlib import Path
 
 import msgspec
 
+from message_queue.errors import JournalBroken, JournalBusy, JournalError, JournalMismatch
 from message_queue.events import Event
-from message_queue.sqlite_file import (
-    JournalBroken,
-    JournalBusy,
-    JournalError,
-    JournalMismatch,
-    checksum,
-    connect,
-    damaged,
-    disk_errors,
-    is_written,
-    stamp,
-)
+from message_queue.sqlite_file import checksum, connect, damaged, disk_errors, is_written, stamp
 from message_queue.state import StoredState
 
 Settings = Mapping[str, int | str]  # config field -> value
 
 FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
-FORMAT = 6  # 5 had no agents
+FORMAT = 7  # 6 had reasons of drops without kind
 _STATE_ROW = 0
 
 

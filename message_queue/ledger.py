@@ -12,7 +12,42 @@ groups that the queue holds count those that are open. `error` and `token_error`
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, TypedDict
+
+
+class DropKind(StrEnum):
+    """Why groups are dropped. The ledger counts each kind; code compares kinds and never reads a text."""
+
+    EXPIRED = "expired"
+    """It can no longer be trained within the staleness bound."""
+    REQUEUED = "requeued"
+    """It expired, and its prompt is admitted again."""
+    ROLLOUT_FAILED = "rollout failed"
+    """One of its rollouts failed."""
+    TOO_FEW_LEFT = "rollouts failed"
+    """Too few of its rollouts are left."""
+    NO_SPREAD = "no spread"
+    """Its rewards are equal."""
+    STOPPED = "stopped before it was trained"
+    """The run continues from a checkpoint without journal; the prompt is admitted again."""
+    UNRECORDED = "ended before it was recorded"
+    """The run was killed between its end and the record."""
+    RECORD_LOST = "record missing"
+    """The file is incomplete; the group was trained before the checkpoint, or dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Reason of a drop, as in `expired: staleness 3 exceeds 2`."""
+
+    kind: DropKind
+    """Kind, for code."""
+    text: str
+    """Details for people."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
 
 
 class LedgerRecord(TypedDict):
@@ -24,8 +59,10 @@ class LedgerRecord(TypedDict):
     """`param_version` at its admission."""
     outcome: str
     """trained, dropped or open."""
+    kind: DropKind | None
+    """Kind of the drop; None if it was not dropped."""
     reason: str | None
-    """Why it was dropped."""
+    """Kind and text of the drop."""
     train_step: int | None
     """Optimizer step that it took part in."""
     segments: int
@@ -62,8 +99,8 @@ class LedgerCounts:
     """Sampled tokens of dropped groups."""
     open_tokens: int = 0
     """Sampled tokens of ready and taken groups."""
-    reasons: dict[str, int] = field(default_factory=dict[str, int])
-    """Dropped groups by the part of their reason before the first colon."""
+    reasons: dict[DropKind, int] = field(default_factory=dict[DropKind, int])
+    """Dropped groups by kind."""
 
     @property
     def error(self) -> int:

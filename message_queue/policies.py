@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
+
+from message_queue.ledger import Drop, DropKind
 
 GroupCounts = Mapping[int, int]  # admitted update -> number of groups
 Policy = Literal["wait", "drop", "recycle", "mask"]
-
-
-class StalenessError(RuntimeError):
-    """A token older than the bound reached the trainer's side; names group, version and staleness."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +113,7 @@ class DropPolicy:
         """
         return sum(ready.values()) >= self.batch_groups
 
-    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
+    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> Drop | None:
         """Why a group is to be given up, as soon as it is too old for the next batch; None if it is not.
 
         Args:
@@ -124,16 +122,16 @@ class DropPolicy:
         if not self.is_expired(admitted_update, next_update=next_update):
             return None
         staleness = self.staleness(admitted_update, next_update=next_update)
-        return f"expired: staleness {staleness} exceeds {self.max_staleness}"
+        return Drop(DropKind.EXPIRED, f"staleness {staleness} exceeds {self.max_staleness}")
 
-    def end_of_expired(self, reason: str, *, times: int) -> tuple[str, bool]:
-        """(why a group that expired ends, whether its prompt is admitted again).
+    def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
+        """Reason of the drop of an expired group; its kind says whether the prompt is admitted again.
 
         Args:
-            reason: of `expiry`.
-            times: that its prompt was admitted again before.
+            reason: result of `expiry`.
+            times: earlier requeues of the prompt.
         """
-        return reason, False
+        return reason
 
     def min_update(self, *, next_update: int) -> int:
         """Tokens of weights with fewer optimizer updates take no gradient in the next batch."""
@@ -177,7 +175,7 @@ class WaitPolicy(DropPolicy):
             wanted -= taken
         return not wanted and self.is_feasible(left, next_update=next_update + self.updates_per_batch)
 
-    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
+    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> Drop | None:
         """Never."""
         return None
 
@@ -190,11 +188,12 @@ class RequeuePolicy(DropPolicy):
 
     oldest_first = True  # gives up fewest
 
-    def end_of_expired(self, reason: str, *, times: int) -> tuple[str, bool]:
+    def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
         """Its prompt is admitted again, up to max_requeues times."""
         if times < self._max_requeues:
-            return f"requeued: {reason}", True
-        return f"{reason}, after its prompt was admitted {times + 1} times (staleness.max_requeues)", False
+            return Drop(DropKind.REQUEUED, str(reason))
+        more = f"after its prompt was admitted {times + 1} times (staleness.max_requeues)"
+        return replace(reason, text=f"{reason.text}, {more}")
 
 
 class MaskPolicy(DropPolicy):
@@ -206,12 +205,13 @@ class MaskPolicy(DropPolicy):
     oldest_first = True  # masks fewest
     newest_counts = True
 
-    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> str | None:
+    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> Drop | None:
         """As soon as all its tokens are too old for the next batch."""
         if newest_update is None:
             return None
-        expired = super().expiry(newest_update, next_update=next_update)
-        return expired and f"{expired} for its newest token: none of its tokens would take gradient"
+        if (expired := super().expiry(newest_update, next_update=next_update)) is None:
+            return None
+        return replace(expired, text=f"{expired.text} for its newest token: none of its tokens would take gradient")
 
     def min_update(self, *, next_update: int) -> int:
         """The bound, by the last update of the batch."""

@@ -15,14 +15,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import islice
 
-from message_queue.contract import Admission, Batch, QueueClosed, QueueSnapshot
+from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.errors import ContractError, QueueClosed, StalenessError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
-from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import DropPolicy, StalenessError
+from message_queue.ledger import Drop, DropKind, LedgerRecord, LedgerTotal
+from message_queue.policies import DropPolicy
 from message_queue.state import GroupState, QueueState
-from message_queue.tokens import ContractError
 
 
 class TrajectoryQueue:
@@ -77,7 +77,7 @@ class TrajectoryQueue:
         await written
         return admission
 
-    async def put(self, head: GroupHead) -> str | None:
+    async def put(self, head: GroupHead) -> Drop | None:
         """Hand in a finished group. Waits while `max_ready` groups are ready and a batch can be taken.
 
         A group that the trainer waits for is let in at any number, so a full queue never blocks training.
@@ -102,26 +102,24 @@ class TrajectoryQueue:
         await written
         return expired
 
-    async def drop(self, group: int, *, reason: str, segments: int = 0, tokens: int = 0, expired: bool = False) -> bool:
+    async def drop(self, group: int, *, reason: Drop, segments: int = 0, tokens: int = 0) -> bool:
         """Give up an open group; `segments` and `tokens` were generated in vain.
 
-        Args:
-            expired: the group was cancelled for its age, so that policy recycle admits its prompt again.
+        Policy recycle admits the prompt of an expired group again.
 
         Returns:
             False if the group is not open any more: it was put, or dropped, in the meantime.
 
         Raises:
-            QueueError: the group was never admitted, or the reason is empty.
+            QueueError: the group was never admitted.
         """
         async with self._changed:
             entry = self._state.open.get(group)
             if entry is None:
                 self._state.require_known(group)
                 return False
-            reason, requeue = self._end_of_expired(entry, reason) if expired else (reason, False)
-            event = Dropped(group=group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
-            written = self._commit(event)
+            reason = self._end_of_expired(entry, reason) if reason.kind is DropKind.EXPIRED else reason
+            written = self._commit(Dropped(group=group, reason=reason, segments=segments, tokens=tokens))
             self._changed.notify_all()
         await written
         return True
@@ -302,7 +300,7 @@ class TrajectoryQueue:
         """Ends of ready groups that can no longer be trained, in the order of `put`, without those to train again."""
         state = self._state
         replayed = {group for batch in state.replay for group in batch}
-        expired: list[tuple[GroupState, str]] = []
+        expired: list[tuple[GroupState, Drop]] = []
         for _, group in state.by_newest if self._policy.newest_counts else state.by_admission:
             entry = state.ready[group]
             reason = self._expiry(entry.admitted_update, state.newest_update(entry.head))
@@ -312,12 +310,12 @@ class TrajectoryQueue:
                 expired.append((entry, reason))
         return [self._expired_event(entry, reason) for entry, reason in sorted(expired, key=lambda e: e[0].turn)]
 
-    def _expired_event(self, entry: GroupState, reason: str, *, head: GroupHead | None = None) -> Dropped:
-        reason, requeue = self._end_of_expired(entry, reason)
+    def _expired_event(self, entry: GroupState, reason: Drop, *, head: GroupHead | None = None) -> Dropped:
         segments, tokens = (0, 0) if head is None else (head.num_segments, head.num_tokens)
-        return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens, requeue=requeue)
+        reason = self._end_of_expired(entry, reason)
+        return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens)
 
-    def _end_of_expired(self, entry: GroupState, reason: str) -> tuple[str, bool]:
+    def _end_of_expired(self, entry: GroupState, reason: Drop) -> Drop:
         return self._policy.end_of_expired(reason, times=self._state.requeues.get(entry.admission.prompt, 0))
 
     # ---- conditions; called with the condition held
@@ -345,7 +343,7 @@ class TrajectoryQueue:
         full = self._max_ready is not None and len(self._state.ready) >= self._max_ready
         return not full or not self._batch_ready() or self._expiry(admitted_update, newest) is not None
 
-    def _expiry(self, admitted_update: int, newest: int | None) -> str | None:
+    def _expiry(self, admitted_update: int, newest: int | None) -> Drop | None:
         return self._policy.expiry(admitted_update, newest_update=newest, next_update=self._state.next_update)
 
     def _check_delivery(self, head: GroupHead) -> None:

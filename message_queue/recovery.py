@@ -23,15 +23,15 @@ from pathlib import Path
 import msgspec
 
 from message_queue.contract import Admission, QueueSnapshot
+from message_queue.errors import JournalMismatch
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
+from message_queue.ledger import Drop, DropKind
 from message_queue.policies import DropPolicy, WaitPolicy
 from message_queue.queue import TrajectoryQueue
-from message_queue.sqlite_file import JournalMismatch
 from message_queue.state import GroupState, QueueState, StoredState
 
-STOPPED = "stopped before it was trained: its prompt is admitted again"
-EXPIRED = "requeued: more groups were in flight than can be trained within the bound after the restart"
+TOO_MANY = Drop(DropKind.REQUEUED, "more groups were in flight than can be trained within the bound after the restart")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +157,7 @@ def state_of_checkpoint(place: JournalPlace) -> QueueState:
     """
     snapshot = place.checkpoint or QueueSnapshot()
     counts, unfinished = snapshot.ledger, len(snapshot.unfinished)
-    reason = STOPPED.partition(":")[0]
-    stopped = {reason: counts.reasons.get(reason, 0) + unfinished} if unfinished else {}
+    stopped = {DropKind.STOPPED: counts.reasons.get(DropKind.STOPPED, 0) + unfinished} if unfinished else {}
     return QueueState(
         StoredState(
             next_group=snapshot.next_group,
@@ -290,15 +289,15 @@ def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next
         if isinstance(policy, WaitPolicy):  # it would wait for a group without a place forever
             at = next_update + places // policy.batch_groups * policy.updates_per_batch
             if policy.is_expired(group.admitted_update, next_update=at):
-                yield Dropped(group=group.group, reason=EXPIRED, requeue=True)
+                yield Dropped(group=group.group, reason=TOO_MANY)
             else:
                 places += 1
             continue
         newest = state.newest_update(group.head)
         reason = policy.expiry(group.admitted_update, newest_update=newest, next_update=next_update)
         if reason is not None:
-            reason, again = policy.end_of_expired(reason, times=state.requeues.get(group.admission.prompt, 0))
-            yield Dropped(group=group.group, reason=reason, requeue=again)
+            reason = policy.end_of_expired(reason, times=state.requeues.get(group.admission.prompt, 0))
+            yield Dropped(group=group.group, reason=reason)
 
 
 def _require_step(state: QueueState, place: JournalPlace) -> None:

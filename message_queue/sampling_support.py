@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.tokens import ContractError, Int32Array
+from message_queue.errors import ContractError
+from message_queue.tokens import Int32Array
 
 _BITS = 7
 _MAX_BYTES = 5  # LEB128 bytes of an id below 2^31

@@ -13,32 +13,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64
 
+from message_queue.errors import JournalBroken, JournalBusy, JournalError, JournalFormatError, JournalUnwritable
+
 BUSY_S = 60.0  # longest wait for another process that reads or writes the file
-
-
-class JournalError(RuntimeError):
-    """The journal refuses a call."""
-
-
-class JournalFormatError(JournalError):
-    """The directory holds a journal of another format version."""
-
-
-class JournalMismatch(JournalError):
-    """The journal is of another run, of another checkpoint, or of settings that groups in flight depend on."""
-
-
-class JournalBusy(JournalError):
-    """Another process has the journal open."""
-
-
-class JournalUnwritable(JournalError):
-    """The directory cannot be written, or the disk has no room. Nothing of the call is recorded; it can be repeated."""
-
-
-class JournalBroken(JournalError):
-    """The journal is damaged, or the disk failed in a way that leaves its content unknown. Nothing more is recorded."""
-
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNWRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)

@@ -18,10 +18,11 @@ from typing import Literal, assert_never
 
 import msgspec
 
-from message_queue.contract import Admission, QueueError, QueueSnapshot
+from message_queue.contract import Admission, QueueSnapshot
+from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
-from message_queue.ledger import LedgerCounts, LedgerRecord
+from message_queue.ledger import Drop, LedgerCounts, LedgerRecord
 
 Life = Literal["open", "ready", "taken", "trained"]
 
@@ -292,7 +293,6 @@ class QueueState:
         self.train_step = max(self.train_step, event.train_step)
 
     def _drop(self, event: Dropped) -> None:
-        _require(bool(event.reason), f"group {event.group} was dropped without a reason; say why")
         entry = self.find(event.group, "open", "ready", "taken")
         prompt, segments, tokens = entry.admission.prompt, event.segments, event.tokens
         if entry.head is not None:
@@ -301,7 +301,7 @@ class QueueState:
             self._counts["tokens"] += tokens
         self._remove(entry)
         self._counts.update(dropped=1, dropped_tokens=tokens)
-        self._reasons[event.reason.partition(":")[0]] += 1
+        self._reasons[event.reason.kind] += 1
         self._records.append(_record(entry, outcome="dropped", reason=event.reason, segments=segments, tokens=tokens))
         if event.requeue:
             self.requeues[prompt] = self.requeues.get(prompt, 0) + 1
@@ -422,7 +422,7 @@ def _record(
     entry: GroupState,
     *,
     outcome: str,
-    reason: str | None = None,
+    reason: Drop | None = None,
     train_step: int | None = None,
     segments: int | None = None,
     tokens: int | None = None,
@@ -432,7 +432,8 @@ def _record(
         group=entry.group,
         admitted_version=entry.admission.admitted_version,
         outcome=outcome,
-        reason=reason,
+        kind=None if reason is None else reason.kind,
+        reason=None if reason is None else str(reason),
         train_step=train_step,
         segments=delivered if segments is None else segments,
         tokens=entry.tokens if tokens is None else tokens,

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from message_queue.errors import ContractError
+
 if TYPE_CHECKING:
     from message_queue.sampling_support import SamplingSupport
 
@@ -22,10 +24,6 @@ Float32Array = NDArray[np.float32]
 ExpertArray = NDArray[np.uint8 | np.uint16]
 
 _SETS_AT_ONCE = 1 << 15  # columns of so many expert sets stay in the cache
-
-
-class ContractError(ValueError):
-    """Data that breaks the contract between rollout and training; the message names the field and the value."""
 
 
 class StopReason(StrEnum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,6 +84,8 @@ class TrainingSequence:
 
 GroupContent = tuple[tuple[TrainingSequence, ...], ...]
 """Training sequences of each trajectory of a group; none for a rollout that failed."""
+Content = GroupContent | Awaitable[GroupContent]
+"""Content of a group, or a reference that is awaited for it."""
 
 
 def content_of(group: PromptGroup) -> GroupContent:

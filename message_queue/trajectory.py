@@ -43,15 +43,9 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from message_queue.errors import ContractError
 from message_queue.routing_rows import TrajectoryRows
-from message_queue.tokens import (
-    ContractError,
-    Int32Array,
-    RoutedExperts,
-    RoutingSpec,
-    StopReason,
-    TokenOutput,
-)
+from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, StopReason, TokenOutput
 from message_queue.training_sequence import TrainingSequence, training_sequence
 
 ResumeRouting = Literal["append", "force", "replace", "split"]

@@ -24,14 +24,15 @@ from functools import partial
 from tempfile import TemporaryFile
 from typing import IO, Any, Protocol
 
-from agent_loop.boundary import OvertimeError, boundary, call_function
+from agent_loop.boundary import boundary, call_function
 from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Prompt, TurnLimits
 from agent_loop.programs.conversation import openai_message
 from agent_loop.programs.session import AgentSession, CallRefused, TurnReader
 from agent_loop.reward import Completion, Reward, Score, number_or_nan, score_in_time
 from agent_loop.user_errors import describe_error
+from message_queue.errors import OvertimeError, RolloutError, StateLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 

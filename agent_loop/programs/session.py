@@ -29,12 +29,12 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from agent_loop.chat import CHARS_PER_TOKEN, Chat
-from agent_loop.control_tokens import ChatTemplateError
 from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
-from agent_loop.engine import Engine, EngineError, SamplingConfig
-from agent_loop.loop import Message, RolloutError, ToolUse, TurnLimits
+from agent_loop.engine import Engine, SamplingConfig
+from agent_loop.loop import Message, ToolUse, TurnLimits
 from agent_loop.programs.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
 from agent_loop.timeline import now, record
+from message_queue.errors import ChatTemplateError, EngineError, RolloutError
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import POLICY, Trajectory, Turn
 

@@ -21,10 +21,10 @@ from functools import partial
 from typing import Any, cast
 
 from agent_loop.boundary import call_function
-from agent_loop.loop import Prompt, RolloutError
-from agent_loop.reward import Completion, RewardError, RewardFunction, Score
-from agent_loop.tools.tool import ToolError
+from agent_loop.loop import Prompt
+from agent_loop.reward import Completion, RewardFunction, Score
 from agent_loop.user_errors import describe_error
+from message_queue.errors import RewardError, RolloutError, ToolError
 
 
 class FunctionTool:

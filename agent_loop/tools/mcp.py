@@ -28,10 +28,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agent_loop.boundary import OvertimeError, boundary
-from agent_loop.loop import Prompt, RolloutError
-from agent_loop.tools.tool import Tool, ToolError
+from agent_loop.boundary import boundary
+from agent_loop.loop import Prompt
+from agent_loop.tools.tool import Tool
 from agent_loop.user_errors import describe_error
+from message_queue.errors import OvertimeError, RolloutError, ToolError
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -7,9 +7,9 @@ import os
 from collections.abc import Awaitable, Callable
 
 from agent_loop.boundary import slot
-from agent_loop.loop import RolloutError
 from agent_loop.tools.functions import FunctionTool
-from agent_loop.tools.sandbox import SandboxError, SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
+from agent_loop.tools.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
+from message_queue.errors import RolloutError, SandboxError
 
 LIMITS = SandboxLimits(output_bytes=20_000)
 

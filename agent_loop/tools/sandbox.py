@@ -43,6 +43,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from message_queue.errors import SandboxError
+
 STARTED = b"started\n"  # first line on stderr, written just before the program is started
 PROGRAM = "/program/main"  # read-only
 PACKAGES = "/packages"  # read-only; not under their own path, which may be below the working directory
@@ -96,10 +98,6 @@ _REFUSED = (
     ((54, 208), 2, 0xFFFFFFFF, 8, _DONE),
 )
 _MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # of its own: tools may use all threads of the event loop
-
-
-class SandboxError(RuntimeError):
-    """Programs cannot be isolated on this machine; says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

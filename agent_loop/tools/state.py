@@ -22,10 +22,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 from agent_loop.boundary import UserObject
-from agent_loop.loop import Prompt, StateLostError
+from agent_loop.loop import Prompt
 from agent_loop.tools.functions import FunctionTool, check_columns, named_parameters
 from agent_loop.tools.mcp import McpServer
 from agent_loop.tools.tool import MalformedCall, Tool, ToolCall, ToolReply, ToolRunner, parse_tool_calls
+from message_queue.errors import StateLostError
 
 HOOKS = ("open", "close")
 

@@ -14,11 +14,11 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
-from agent_loop.boundary import OvertimeError, boundary
-from agent_loop.loop import RolloutError
+from agent_loop.boundary import boundary
 from agent_loop.text import safe_text, safe_value
 from agent_loop.timeline import timed
-from agent_loop.user_errors import describe_error
+from agent_loop.user_errors import Failure, describe_error, failure_of
+from message_queue.errors import OvertimeError, RolloutError, ToolError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
@@ -27,10 +27,6 @@ MAX_DEPTH = 100  # of arguments: more than tools take, and less than JSON and py
 _MARKER = re.compile(f"{CALL_OPEN}[ \t\r\n]*|{THINK}|{END_THINK}")
 _CLOSED = re.compile(f"[ \t\r\n]*{CALL_CLOSE}")
 _CALL_END = re.compile(f"{CALL_CLOSE}|(?={CALL_OPEN})")
-
-
-class ToolError(Exception):
-    """Raised by a tool; the text explains to the model why its call is wrong."""
 
 
 class Tool(Protocol):
@@ -83,7 +79,7 @@ class ToolReply:
     """Reply, or the explanation of a failure."""
     failed: bool
     """Whether the call failed."""
-    error: str | None = None
+    error: Failure | None = None
     """Error of the tool's own code with its file and line, for the user; None if there is none."""
 
     def __post_init__(self) -> None:
@@ -290,7 +286,8 @@ class ToolRunner:
             return self._failure(str(error))
         except Exception as error:  # noqa: BLE001 - a tool is foreign code: a bad call is data, not a crash
             told = self._failure(f"{tool.name} failed ({describe_error(error, with_line=False)})")
-            return replace(told, error=f"{tool.name} failed: {describe_error(error)}")
+            failure = failure_of(error)
+            return replace(told, error=replace(failure, text=f"{tool.name} failed: {failure.text}"))
 
     def _failure(self, cause: str) -> ToolReply:
         return ToolReply(self._error_text(cause), failed=True)

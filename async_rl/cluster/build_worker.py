@@ -16,6 +16,7 @@ from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.program import ProgramLoop
 from agent_loop.tool_use import TOOL_ERRORS
 from agent_loop.tools.tool import PauseGate
+from agent_loop.user_errors import Failure
 from async_rl.config import RunConfig
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
@@ -64,7 +65,7 @@ def build_worker(
             resume_routing=rollout.resume_routing,
             log=log,
             failure=rollout.failure,
-            note=lambda text: worker.report(text),
+            note=lambda failure: worker.report(failure),
             failed=lambda rollout: worker.report(rollout),
             decode=decode if rollout.record.steps else None,
         )
@@ -115,11 +116,13 @@ def _program_loop(
 
 
 class _Reports(logging.Handler):
-    """Reports the texts of a logger to the driver."""
+    """Reports the messages of a logger to the driver; a record may have `kind` and `line` of a Failure."""
 
     def __init__(self, worker: RolloutWorker) -> None:
         super().__init__()
         self._worker = worker
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._worker.report(record.getMessage())
+        fields = vars(record)
+        kind, line = fields.get("kind", record.name), fields.get("line", "")
+        self._worker.report(Failure(kind=kind, line=line, text=record.getMessage()))

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.rpc import ActorClient, Host
 from async_rl.inference.nodes import NodePlace, NodeProcess, bring
 from async_rl.inference.select import start_node
 from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import Seat, UpdateError, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 
 if TYPE_CHECKING:
     from async_rl.config import RunConfig

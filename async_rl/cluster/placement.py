@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from async_rl.weights.remote import download, driver_problem, remove, upload
+from message_queue.errors import AsyncRLError
 
 if TYPE_CHECKING:
     from async_rl.config import ClusterConfig
@@ -44,7 +45,7 @@ def start_ray(config: ClusterConfig) -> None:
     )
 
 
-class PlacementError(RuntimeError):
+class PlacementError(AsyncRLError):
     """The run does not fit the nodes of the cluster; names the field and the way out."""
 
 

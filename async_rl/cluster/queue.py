@@ -10,14 +10,12 @@ import ray
 
 from async_rl.cluster.batching import BatchingClient, ServingHost
 from async_rl.cluster.rpc import ActorClient
-from message_queue.contract import QueueError
+from message_queue.errors import AsyncRLError, ContractError, JournalError, QueueError, StalenessError
 from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import StalenessConfig, StalenessError, build_policy
+from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
-from message_queue.sqlite_file import JournalError
-from message_queue.tokens import ContractError
 
 if TYPE_CHECKING:
     from async_rl.config import RunConfig
@@ -28,7 +26,7 @@ REFUSALS = (QueueError, ContractError, StalenessError, JournalError)
 """Errors that reach a caller of the queue unchanged."""
 
 
-class QueueUnavailable(RuntimeError):
+class QueueUnavailable(AsyncRLError):
     """The process of the queue is dead or silent; names the waiting call and the bound."""
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.batching import BatchingClient, ServingHost
 from async_rl.cluster.follower import open_store, start_followers, store_of_node
 from async_rl.cluster.rpc import ActorClient
@@ -19,6 +18,7 @@ from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.inference.nodes import NodePlace, reserve_ports
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import actor_environment, start_replica
+from message_queue.errors import EngineError, ReplicaLostError
 
 if TYPE_CHECKING:
     from async_rl.config import RunConfig

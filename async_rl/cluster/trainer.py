@@ -24,6 +24,7 @@ from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.model.model import rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.rank_methods import TrainerRank
+from message_queue.errors import AsyncRLError
 
 if TYPE_CHECKING:
     from async_rl.config import RunConfig
@@ -34,7 +35,7 @@ T = TypeVar("T")
 _method = cast(Any, ray.method)  # whose stubs do not know all of its arguments
 
 
-class TrainerError(RuntimeError):
+class TrainerError(AsyncRLError):
     """A trainer rank failed; names the rank, the call and the cause."""
 
 
@@ -126,7 +127,7 @@ class TrainerHost:
             groups = sorted({*groups, *plan.batch.recorded.heads})
         with self._rank.timeline.span("fetch", groups=len(groups)):
             fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))
-        here = [fetched.get(group) for group in range(len(contents))]
+        here = [fetched.get(group, ()) for group in range(len(contents))]
         return replace(plan, batch=replace(plan.batch, contents=here))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agent_loop.loop import Prompt
     from async_rl.config import ClusterConfig, RunConfig
     from message_queue.contract import Admission
-    from message_queue.training_sequence import GroupContent
+    from message_queue.training_sequence import Content, GroupContent
     from message_queue.trajectory import Trajectory
 
 P = ParamSpec("P")
@@ -97,7 +97,7 @@ class RolloutHost(Host):
     @cast(Any, ray.method)(num_returns=2)
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, GroupContent | None]:
+    ) -> tuple[RolledGroup, Content]:
         """See `RolloutWorker.roll`. The driver owns the reference to the second result, which outlives this process."""
         return await self._worker.roll(prompt, admission, existing, handout=handout)
 

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from agent_loop.loop import Prompt
+from agent_loop.user_errors import Failure
 from async_rl.cluster.queue import QueueClient
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.interfaces import (
@@ -67,12 +68,15 @@ from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Admission, Batch
 from message_queue.heads import GroupHead
+from message_queue.ledger import Drop, DropKind
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from async_rl.controller.probe import Probe
+
+NO_BATCH_LEFT = Drop(DropKind.EXPIRED, "no batch within the staleness bound is left for it")
 
 __all__ = ["Controller", "ControllerConfig", "StageError", "Trainer"]
 
@@ -280,13 +284,13 @@ class Controller:
                 reason=outcome.reason,
                 segments=outcome.segments,
                 tokens=outcome.tokens,
-                expired=outcome.expired,
             )
             await self._contents.drop([outcome.group])
             if outcome.expired:
                 self._recorder.lengths.offered(outcome.lengths)
                 return
-            self._recorder.warn_once(f"group {outcome.group} dropped: {outcome.reason}")
+            text = f"group {outcome.group} dropped: {outcome.reason}"
+            self._recorder.warn_once(Failure(kind=outcome.reason.kind, line=outcome.line, text=text))
             if too_many:
                 raise RuntimeError(
                     f"{self._config.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the next "
@@ -296,7 +300,7 @@ class Controller:
         self._failed_row.clear()
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         if self._drops_without_spread(outcome):
-            reason = f"no spread: the rewards of its {len(outcome.trajectories)} trajectories are equal"
+            reason = Drop(DropKind.NO_SPREAD, f"the rewards of its {len(outcome.trajectories)} trajectories are equal")
             await self._queue.call(
                 TrajectoryQueue.drop,
                 outcome.group,
@@ -311,7 +315,7 @@ class Controller:
         self._contents.add(outcome.group, content)
         expired = await self._queue.call(TrajectoryQueue.put, outcome)
         if expired is not None:
-            self._end_queued([outcome.group], dropped=expired)
+            self._end_queued([outcome.group], dropped=str(expired))
             await self._contents.drop([outcome.group])
 
     def _drops_without_spread(self, head: GroupHead) -> bool:
@@ -341,7 +345,7 @@ class Controller:
         while True:
             expired = set(await self._queue.call(TrajectoryQueue.wait_expired, known=known))
             for group in sorted(expired - known):
-                self._rollouts.cancel(group, reason="expired: no batch within the staleness bound is left for it")
+                self._rollouts.cancel(group, reason=NO_BATCH_LEFT)
             known = expired
 
     async def _train(self) -> None:

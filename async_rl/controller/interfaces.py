@@ -10,13 +10,14 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.rank_methods import TrainerRank
+from message_queue.errors import AsyncRLError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 WATCH_EVERY_S = 10.0  # between two signs of life of a replica
 
 
-class StageError(RuntimeError):
+class StageError(AsyncRLError):
     """A stage failed; the cause is chained."""
 
 

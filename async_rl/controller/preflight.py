@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from transformers import AutoTokenizer
 
-from agent_loop.engine import Engine, EngineError
+from agent_loop.engine import Engine
 from agent_loop.loop import Prompt
 from agent_loop.programs.program import external
 from agent_loop.tools.tool import PauseGate
@@ -34,6 +34,7 @@ from async_rl.trainer.model.layout import layout_problems, weight_problems
 from async_rl.weights.model_info import CheckpointError, ModelInfo, is_quantized, read_model_info
 from async_rl.weights.quantized import dequantization_problems, plain_folder
 from async_rl.weights.remote import driver_problem
+from message_queue.errors import EngineError
 
 T = TypeVar("T")
 

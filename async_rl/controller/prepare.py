@@ -15,6 +15,7 @@ from async_rl.trainer.batch.advantage import AdvantageConfig, batch_rewards
 from async_rl.trainer.batch.training_batch import Int64Array, RecordedGroups, TrainingBatch, training_batch
 from message_queue.contract import Batch
 from message_queue.heads import GroupHead
+from message_queue.training_sequence import Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,7 +38,7 @@ class PreparedBatch:
 
 def prepare(
     batch: Batch,
-    contents: Sequence[Any],
+    contents: Sequence[Content],
     *,
     advantage: AdvantageConfig,
     version_updates: Mapping[int, int],

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from agent_loop.engine import AnswerError, GenerateRequest, ReplicaLostError, SamplingConfig
+from agent_loop.engine import GenerateRequest, SamplingConfig
 from async_rl.config import MismatchConfig
 from async_rl.controller.interfaces import Trainer
 from async_rl.inference.pool import Member, ReplicaPool
@@ -36,6 +36,7 @@ from async_rl.inference.replica import EngineReplica
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
 from async_rl.trainer.rank_methods import TrainerRank
+from message_queue.errors import AnswerError, AsyncRLError, ReplicaLostError
 from message_queue.heads import head_of
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.training_sequence import GroupContent, content_of
@@ -46,7 +47,7 @@ FIRST_PROBES = 5  # whose k3 is the noise of the run
 TRIMMED = 1 / 4  # share of the tokens that is left out without the engine's experts
 
 
-class MismatchError(RuntimeError):
+class MismatchError(AsyncRLError):
     """Engine and trainer disagree at equal weights; the message names replica and version."""
 
 

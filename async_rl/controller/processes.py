@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import ray
 
-from agent_loop.engine import EngineError
 from async_rl.cluster.placement import Placement, start_ray
 from async_rl.cluster.queue import QueueClient, QueueUnavailable
 from async_rl.cluster.remains import no_remains
@@ -40,6 +39,7 @@ from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.model_info import is_quantized
 from async_rl.weights.quantized import dequantize, plain_folder
+from message_queue.errors import EngineError
 
 
 async def place_run(

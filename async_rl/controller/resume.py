@@ -12,9 +12,9 @@ from async_rl.files.rollouts import FOLDER, truncate_steps
 from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.rollout.prompts import FailedPrompts, PromptOrder, PromptSource
+from message_queue.errors import JournalError
 from message_queue.journal import check_owner
 from message_queue.recovery import JournalPlace, Restored
-from message_queue.sqlite_file import JournalError
 from message_queue.tokens import RoutingSpec
 
 MAX_NAME_BYTES = 40

@@ -24,8 +24,6 @@ from async_rl.files.jsonl import read_lines
 FOLDER = "rollouts"
 """Name of the folder in the run directory."""
 _NAME = re.compile(r"step-(\d{6,})\.parquet")
-_REWARD = re.compile(r"^RewardError: reward (?:\S+ )?of prompt \d+ failed: ")
-_USER_LINE = re.compile(r"\((?:[^()]*/)?([^()/]+:\d+ in [^()]+)\)$")
 _FAILED_NAME = re.compile(r"failed-(\d{6,})\.jsonl")
 
 
@@ -69,12 +67,21 @@ class FailedRollout:
     """`param_version` of the weights when the group was admitted."""
     error: str
     """Kind and text of the error, with the user's file and line."""
+    error_kind: str
+    """Name of the error's class."""
+    error_line: str
+    """`file:line in function` of the user; empty without one."""
     tokens: int
     """Tokens of the root path up to the error, including prompt and tool replies."""
     prompt: str
     """Text of the prompt with control tokens; empty if the rollout failed before it was rendered."""
     turns: Sequence[dict[str, Any]]
     """For each turn of the root path its `text`, `tool_calls` and `reply`, as in the parquet files."""
+
+    @property
+    def title(self) -> str:
+        """Kind and place of the error, `ValueError, task.py:9 in score`; without a line of the user only its kind."""
+        return self.error_kind + (f", {Path(self.error_line).name}" if self.error_line else "")
 
 
 class FailedRollouts:
@@ -129,15 +136,6 @@ def read_failed(directory: Path) -> Iterator[tuple[int, FailedRollout | str]]:
                 yield step, FailedRollout(**{name: values[name] for name in names})
             except (ValueError, KeyError, TypeError) as error:
                 yield step, f"{path} line {number} is damaged and left out ({error})"
-
-
-def kind_of_error(error: str) -> str:
-    """Kind of the error of a failed rollout; without a line of the user only its name.
-
-    `RewardError: reward of prompt 5 failed: ValueError: no 7 (/a/task.py:9 in score)`: `ValueError, task.py:9 in score`
-    """
-    line, error = _USER_LINE.search(error), _REWARD.sub("", error, count=1)
-    return error.partition(":")[0] + ("" if line is None else f", {line[1]}")
 
 
 def tool_calls_of(text: str, *, before: str = "") -> list[dict[str, Any]]:

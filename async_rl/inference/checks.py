@@ -10,15 +10,9 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from async_rl.weights.model_info import ModelInfo
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import (
-    ContractError,
-    Int32Array,
-    RoutedExperts,
-    RoutingSpec,
-    TokenOutput,
-    WeightVersion,
-)
+from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, TokenOutput, WeightVersion
 
 
 def weight_label(weights: WeightVersion) -> str:

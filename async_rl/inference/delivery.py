@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 
 _ATTEMPTS = 2
 """Deliveries in a row without any progress after which the replicas, or the servers, count as lost."""

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
-from agent_loop.engine import ReplicaLostError
 from async_rl.files.logs import notes_of
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.stub import Stub
+from message_queue.errors import ReplicaLostError
 
 
 class PoolReplica(Stub[EngineReplica[Any]], Protocol):

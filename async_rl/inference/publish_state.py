@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from agent_loop.engine import EngineError
+from message_queue.errors import EngineError
 from message_queue.tokens import WeightVersion
 
 

@@ -30,7 +30,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol, assert_never
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.timeline import OpenSpan
 from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
@@ -39,6 +38,7 @@ from async_rl.inference.publish_state import PublishState
 from async_rl.inference.replica import DeliveryError, EngineReplica, KVPolicy
 from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 
 OnUpdate = Literal["resume", "keep", "drain"]
 SyncMode = Literal["at_once", "rolling", "staged"]

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.inference.nodes import Follower, bring
@@ -31,7 +31,8 @@ from async_rl.inference.stub import InProcess
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
-from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
+from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
+from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
 KVPolicy = Literal["keep", "recompute"]

@@ -18,9 +18,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import EngineReplica
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import TokenOutput
 
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one

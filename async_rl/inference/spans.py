@@ -8,16 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import (
-    ContractError,
-    Float32Array,
-    Int32Array,
-    RoutedExperts,
-    StopReason,
-    TokenOutput,
-    WeightVersion,
-)
+from message_queue.tokens import Float32Array, Int32Array, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 
 def cut_into_segments(

@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agent_loop.engine import EngineError
 from async_rl.files.logs import notes_of, with_notes
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publisher import Publisher
+from message_queue.errors import EngineError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

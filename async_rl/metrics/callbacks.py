@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from agent_loop.boundary import OvertimeError, boundary, call_function
-from agent_loop.user_errors import describe_error
+from agent_loop.boundary import boundary, call_function
+from agent_loop.user_errors import Failure, failure_of
+from message_queue.errors import OvertimeError
 
 CALL_S = 60.0  # of a call, and of all that are left at the end of the run
 MOST_WAITING = 1_000
@@ -50,7 +51,7 @@ class Callbacks:
         self._events.put_nowait(RunEvent(kind=kind, train_step=train_step, metrics=dict(metrics)))
 
     @contextlib.asynccontextmanager
-    async def calling(self, warn: Callable[[str], None]) -> AsyncGenerator[None]:
+    async def calling(self, warn: Callable[[Failure], None]) -> AsyncGenerator[None]:
         """Call the functions inside; those that are left at the end have CALL_S seconds. warn: gets their errors."""
         task = asyncio.create_task(self._call_all(warn))
         try:
@@ -59,12 +60,13 @@ class Callbacks:
                 async with asyncio.timeout(CALL_S):
                     await self._events.join()
             except TimeoutError:
-                warn(f"callbacks are left after {CALL_S:g} s: the run ends without them")
+                text = f"callbacks are left after {CALL_S:g} s: the run ends without them"
+                warn(Failure(kind="TimeoutError", line="", text=text))
         finally:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _call_all(self, warn: Callable[[str], None]) -> None:
+    async def _call_all(self, warn: Callable[[Failure], None]) -> None:
         while True:
             event = await self._events.get()
             name = f"on_{event.kind} of train step {event.train_step}"
@@ -72,8 +74,9 @@ class Callbacks:
                 call = partial(call_function, partial(self._functions[event.kind], event), {})
                 await boundary(call, name=name, timeout_s=CALL_S)
             except OvertimeError as error:
-                warn(f"{error}; the run goes on without it")
+                warn(replace(failure_of(error), text=f"{error}; the run goes on without it"))
             except Exception as error:  # noqa: BLE001 - code of a user may raise anything
-                warn(f"{name} failed: {describe_error(error)}")
+                failure = failure_of(error)
+                warn(replace(failure, text=f"{name} failed: {failure.text}"))
             finally:
                 self._events.task_done()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from agent_loop.user_errors import Failure
 from async_rl.files.atomic_dir import make_folder, sync_path
 from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig
 from async_rl.metrics.callbacks import Kind
@@ -22,7 +23,6 @@ from async_rl.metrics.trackers import Trackers
 from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
 from async_rl.metrics.validation import ValidationResult, write_rollouts
 
-_USER_LINE = re.compile(r"\(([^()]+:\d+ in [^()]+)\)")
 _NUMBER = re.compile(r"\d+")
 WITHOUT_SIGNAL = 5
 """Batches in a row without any advantage after which the run warns."""
@@ -109,7 +109,7 @@ class Recorder:
         self._trackers = trackers
         self.lengths = Lengths()
         self.checkpointed = asyncio.Event()
-        self._warned: dict[str, int] = {}
+        self._warned: dict[tuple[str, str], int] = {}
         self._without_signal = 0  # batches in a row
         self._failed = FailedRollouts(directory / FOLDER, config=rollouts or RecordConfig(steps=0))
         self._train_step = 0
@@ -217,12 +217,14 @@ class Recorder:
         """Show a warning on the console about a fault that does not stop the run."""
         self.note(text, level=logging.WARNING)
 
-    def warn_once(self, text: str) -> None:
-        """Show a warning that may come again and again: the first, the 10th, the 100th and so on, with their number.
+    def warn_once(self, failure: Failure) -> None:
+        """Show a warning that may repeat: the first, the 10th, the 100th and so on, with their number.
 
-        Two texts are the same if they differ in numbers only, or name the same line of the user.
+        Two failures are the same if kind and line of the user are; without a line, if their texts differ in numbers
+        only.
         """
-        kind = _kind_of(text)
+        text = failure.text
+        kind = (failure.kind, failure.line or _NUMBER.sub("#", text))
         self._warned[kind] = count = self._warned.get(kind, 0) + 1
         if count == 10 ** (len(str(count)) - 1):
             self.warn(text if count == 1 else f"{count} times so far: {text}")
@@ -247,17 +249,6 @@ class Recorder:
     def _close_files(self) -> None:
         for file in self._files():
             file.close()
-
-
-def _kind_of(text: str) -> str:
-    """A text without its numbers; if it names a line of a user, its start and this line.
-
-    `rollout g3-t1 failed: ValueError: no number in 'x' (/a/b.py:12 in exact)` gives
-    `rollout g#-t# failed/a/b.py:12 in exact`.
-    """
-    line = _USER_LINE.search(text)
-    start = text if line is None else text.partition(":")[0]
-    return _NUMBER.sub("#", start) + ("" if line is None else line[1])
 
 
 def strict_json(record: Mapping[str, Any], *, indent: int | None = None) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from async_rl.metrics.lengths import QUANTILES, WINDOW
 from message_queue.contract import QueueSnapshot
 from message_queue.heads import GroupHead, TrajectoryHead
+from message_queue.ledger import DropKind
 from message_queue.tokens import StopReason
 
 Reduction = Literal["mean", "max", "sum", "last"]
@@ -311,8 +312,8 @@ def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
         "ledger/trained": counts.trained,
         "ledger/dropped": counts.dropped,
         "ledger/open": counts.open,
-        "ledger/requeued": counts.reasons.get("requeued", 0),
-        "ledger/without_spread": counts.reasons.get("no spread", 0),
+        "ledger/requeued": counts.reasons.get(DropKind.REQUEUED, 0),
+        "ledger/without_spread": counts.reasons.get(DropKind.NO_SPREAD, 0),
         "ledger/error": counts.error,
         "ledger/trained_tokens": counts.trained_tokens,
         "ledger/masked_tokens": counts.masked_tokens,

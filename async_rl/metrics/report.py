@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
 from async_rl.files.masking import masked
-from async_rl.files.rollouts import FOLDER, kind_of_error, read_failed, read_steps
+from async_rl.files.rollouts import FOLDER, read_failed, read_steps
 from async_rl.files.starts import STARTS
 from async_rl.metrics.pages import json_script, packed_script, template
 from async_rl.metrics.registry import FILTERS, INFO, METRICS, ROUTING, Metric, metric_of, split_layer
@@ -321,19 +321,18 @@ def _metrics(runs: Sequence[RunRecord]) -> dict[str, dict[str, str]]:
 
 
 def _ledger(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Groups by outcome, and drops by the part of their reason before the first colon, the most frequent first."""
+    """Groups by outcome, and drops by kind, the most frequent first."""
     outcomes = {"trained": 0, "dropped": 0}
     drops: dict[str, dict[str, Any]] = {}
     for record in records:
         if record["outcome"] in outcomes:
             outcomes[record["outcome"]] += 1
         if record["outcome"] == "dropped":
-            reason = record["reason"] or ""
-            kind = reason.partition(":")[0]
+            kind = record.get("kind") or "of an earlier version"
             drop = drops.setdefault(kind, {"reason": kind, "groups": 0, "tokens": 0, "last": ""})
             drop["groups"] += 1
             drop["tokens"] += record["tokens"]
-            drop["last"] = reason
+            drop["last"] = record["reason"]
     return outcomes, sorted(drops.values(), key=lambda drop: -drop["groups"])
 
 
@@ -342,7 +341,7 @@ def _failed(folder: Path) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for _, rollout in read_failed(folder / FOLDER):
         if not isinstance(rollout, str):
-            kind = kind_of_error(rollout.error)
+            kind = rollout.title
             count = found.get(kind, {"rollouts": 0})["rollouts"] + 1
             found[kind] = {"error": kind, "rollouts": count, "group": rollout.group, "trajectory": rollout.trajectory}
     return sorted(found.values(), key=lambda kind: -kind["rollouts"])

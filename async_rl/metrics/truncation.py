@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from async_rl.files.jsonl import read_lines
+from message_queue.ledger import Drop, DropKind
 
-ENDED_UNRECORDED = "ended before it was recorded: the run was killed"
-RECORD_LOST = "record missing: the group was trained before the checkpoint or dropped; the file is incomplete"
+ENDED_UNRECORDED = Drop(DropKind.UNRECORDED, "the run was killed")
+RECORD_LOST = Drop(
+    DropKind.RECORD_LOST, "the group was trained before the checkpoint or dropped; the file is incomplete"
+)
 STEP_FILES = ("metrics.jsonl", "schedule.jsonl")
 
 
@@ -83,13 +86,15 @@ def unrecorded_groups(
         lost: whether records of trained groups are missing too, so that the groups may have been trained; the reason
             is then `RECORD_LOST`.
     """
+    reason = RECORD_LOST if lost else ENDED_UNRECORDED
     seen = {line.get("group") for line in _lines(directory / "ledger.jsonl")}
     return [
         {
             "group": group,
             "admitted_version": None,
             "outcome": "dropped",
-            "reason": RECORD_LOST if lost else ENDED_UNRECORDED,
+            "kind": reason.kind,
+            "reason": str(reason),
             "train_step": None,
             "segments": None,
             "tokens": None,

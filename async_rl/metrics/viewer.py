@@ -37,7 +37,6 @@ from async_rl.files.atomic_dir import whole_file
 from async_rl.files.rollouts import (
     FOLDER,
     FailedRollout,
-    kind_of_error,
     read_failed,
     read_step,
     read_steps,
@@ -179,7 +178,7 @@ class _Page:
                 "path": row["path"],
                 "agent": self.agents.number(row["agent"]),
                 "stop": self.stops.number(row["stop_reason"]),
-                "error": self.errors.number(kind_of_error(error)) if row["stop_reason"] == "error" else -1,
+                "error": self.errors.number("" if own is None else own.title) if row["stop_reason"] == "error" else -1,
                 "prompt": -1 if prompt is None else self.prompts.number(prompt.translate(_SEPARATORS)),
                 "length": length if own is None else own.tokens,
                 "staleness": max((segment["staleness"] for segment in segments), default=0),

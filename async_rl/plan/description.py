@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_
 from async_rl.files.validation import explain
 from async_rl.inference.publisher import OnUpdate, SyncMode
 from async_rl.inference.replica import KVPolicy
+from message_queue.errors import AsyncRLError
 from message_queue.policies import StalenessConfig
 
 Positive = Annotated[float, Gt(0)]
@@ -35,7 +36,7 @@ NotNegative = Annotated[float, Ge(0)]
 Count = Annotated[int, Ge(1)]
 
 
-class PlanError(ValueError):
+class PlanError(AsyncRLError, ValueError):
     """A plan cannot be made; names the field, its value and the way out."""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.user_errors import Failure
 from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.recorder import Recorder, StepRecord
 from async_rl.metrics.validation import ValidationResult
@@ -142,7 +143,7 @@ class Figures(Recorder):
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Nobody reads the notes of a plan."""
 
-    def warn_once(self, text: str) -> None:
+    def warn_once(self, failure: Failure) -> None:
         """As `note`."""
 
     def published(self, train_step: int, metrics: Mapping[str, float]) -> None:

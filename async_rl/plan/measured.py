@@ -33,6 +33,7 @@ from async_rl.plan.description import (
 )
 from async_rl.plan.records import Records, RecordsError, read_records
 from async_rl.plan.requests import RequestModel
+from message_queue.ledger import DropKind
 from message_queue.policies import StalenessConfig
 
 OF_TRAINER = ("train", "export", "checkpoint")
@@ -234,7 +235,7 @@ def _interruptions(records: Records, requests: RequestModel, *, updates: int) ->
 
 
 def _expired(record: Mapping[str, Any]) -> bool:
-    return (record["reason"] or "").startswith(("expired", "requeued"))
+    return record.get("kind") in (DropKind.EXPIRED, DropKind.REQUEUED)
 
 
 def _mean(values: Sequence[float]) -> float:

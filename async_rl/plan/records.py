@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 
 from async_rl.files.jsonl import read_lines
+from message_queue.errors import AsyncRLError
 
 LAST_BYTES = 32 << 20
 LAST_BATCHES = 400
 
 
-class RecordsError(ValueError):
+class RecordsError(AsyncRLError, ValueError):
     """The files of a run do not suffice; names the file and the way out."""
 
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import cast
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import Supervisor
 from async_rl.plan.description import Rates
 from async_rl.weights.transport import Seat, Source, WeightUpdate
+from message_queue.errors import EngineError
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 

@@ -29,7 +29,9 @@ from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
+from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
+from message_queue.training_sequence import GroupContent
 from message_queue.trajectory import Trajectory
 
 HELD_OUT = ValidationRollout(
@@ -111,11 +113,11 @@ class PlannedWorker(InProcess):
         self._opened = opened
         self._timeline = Timeline("rollout", clock=clock)
         self._rolls: dict[int, tuple[asyncio.Task[object], list[list[Span]]]] = {}
-        self._given_up: dict[int, str] = {}
+        self._given_up: dict[int, Drop] = {}
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, None]:
+    ) -> tuple[RolledGroup, GroupContent]:
         group, lengths = admission.group, self._lengths.of(prompt.index)
         spans: list[list[Span]] = [[] for _ in lengths]
         task = asyncio.current_task()
@@ -132,14 +134,14 @@ class PlannedWorker(InProcess):
             if group not in self._given_up:
                 raise
             task.uncancel()
-            outcome = _dropped(group, spans, reason=self._given_up.pop(group), expired=True)
+            outcome = _dropped(group, spans, reason=self._given_up.pop(group))
         else:
             outcome = self._ended(admission, trajectories, spans)
         finally:
             self._opened.change(-len(lengths))
             del self._rolls[group]
         generated = sum(tokens for each in spans for _, tokens in each)
-        return RolledGroup(outcome=outcome, generated=generated, time_spans=self._timeline.take()), None
+        return RolledGroup(outcome=outcome, generated=generated, time_spans=self._timeline.take()), ()
 
     def _ended(
         self, admission: Admission, trajectories: Sequence[TrajectoryHead], spans: Sequence[Sequence[Span]]
@@ -147,7 +149,7 @@ class PlannedWorker(InProcess):
         """The head of a group, or its failure."""
         if self._failures.random() < self._failed:
             del self.drawn[admission.group]
-            return _dropped(admission.group, spans, reason="failed", expired=False)
+            return _dropped(admission.group, spans, reason=Drop(DropKind.ROLLOUT_FAILED, "as often as in the run"))
         return GroupHead(
             group=admission.group,
             prompt=admission.prompt,
@@ -197,7 +199,7 @@ class PlannedWorker(InProcess):
             stop_reason=StopReason.STOP,
         )
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         if group in self._rolls and group not in self._given_up:
             self._given_up[group] = reason
             self._rolls[group][0].cancel()
@@ -231,6 +233,6 @@ class PlannedWorker(InProcess):
         """The plan ends its tasks."""
 
 
-def _dropped(group: int, spans: Sequence[Sequence[Span]], *, reason: str, expired: bool) -> DroppedGroup:
+def _dropped(group: int, spans: Sequence[Sequence[Span]], *, reason: Drop) -> DroppedGroup:
     lengths = tuple((sum(tokens for _, tokens in each), False) for each in spans)
-    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths, expired=expired)
+    return DroppedGroup(group=group, reason=reason, segments=sum(map(len, spans)), lengths=lengths)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent_loop.loop import Prompt
+from agent_loop.user_errors import Failure
 from async_rl.files.logs import with_notes
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.notifier import Notifier
@@ -26,18 +27,21 @@ from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
 from async_rl.rollout.content.reader import remove_settled
-from async_rl.rollout.group_contents import ContentOrRef, ContentPlace, next_writer, read_stored, writer_name
+from async_rl.rollout.group_contents import ContentPlace, next_writer, read_stored, writer_name
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.token_count import TokenCount
 from async_rl.rollout.worker import LostReplica, RolloutWorker
 from message_queue.contract import Admission
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead
+from message_queue.ledger import Drop
+from message_queue.training_sequence import Content
 from message_queue.trajectory import Trajectory
 
 MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
 
 
-class WorkerLostError(RuntimeError):
+class WorkerLostError(AsyncRLError):
     """A rollout worker is dead or silent; another one continues its groups."""
 
 
@@ -81,7 +85,7 @@ class Dispatcher:
         processes: starts and ends worker processes; None if no worker can fail.
         config: bounds on restarts, for each worker on its own.
         note: called with each text for the user.
-        note_failure: called with the text of each failed rollout; None for `note`.
+        note_failure: called with each failure of a rollout or tool; None for `note` with its text.
         record_failed: called with each rollout that failed at its last try.
         trace: gets the time spans of the workers; None for none.
 
@@ -97,7 +101,7 @@ class Dispatcher:
         processes: WorkerFactory | None = None,
         config: SupervisionConfig | None = None,
         note: Callable[[str], None] = lambda _text: None,
-        note_failure: Callable[[str], None] | None = None,
+        note_failure: Callable[[Failure], None] | None = None,
         record_failed: Callable[[FailedRollout], None] = lambda _rollout: None,
         trace: Trace | None = None,
     ) -> None:
@@ -106,7 +110,7 @@ class Dispatcher:
         self._num_names = len(workers)
         self._processes = processes
         self._note = note
-        self._note_failure = note_failure or note
+        self._note_failure = note_failure or (lambda failure: note(failure.text))
         self._record_failed = record_failed
         self._trace = trace or Trace(None)
         self._pool = pool
@@ -144,11 +148,11 @@ class Dispatcher:
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()
-    ) -> tuple[GroupHead | DroppedGroup, ContentOrRef]:
+    ) -> tuple[GroupHead | DroppedGroup, Content]:
         """Roll out a group; see `Rollouter.roll`. If its worker fails, another one continues from the records.
 
         Returns:
-            Head and content of a finished group, or a DroppedGroup and None.
+            Head and content of a finished group, or a DroppedGroup and empty content.
         """
         group = admission.group
         while True:
@@ -168,7 +172,7 @@ class Dispatcher:
             finally:
                 member.groups.pop(group, None)
 
-    def cancel(self, group: int, *, reason: str) -> None:
+    def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         for member in self._live:
             if group in member.groups:
@@ -298,7 +302,7 @@ class Dispatcher:
                         self._lose_replica(event)
                     case FailedRollout():
                         self._record_failed(event)
-                    case str():
+                    case Failure():
                         self._note_failure(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:

@@ -6,17 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from async_rl.rollout.content.reader import read_groups
 from message_queue.contract import Admission
 from message_queue.recovery import Restored
 from message_queue.tokens import RoutingSpec
-from message_queue.training_sequence import GroupContent, content_of
+from message_queue.training_sequence import Content, GroupContent, content_of
 from message_queue.trajectory import PromptGroup, ResumeRouting
-
-ContentOrRef = GroupContent | Any
-"""Content of a group, or Ray's reference to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class GroupContents:
     ) -> None:
         self.unfinished = dict(unfinished or {})
         self._forget = forget
-        self._finished: dict[int, ContentOrRef] = {}
+        self._finished: dict[int, Content] = {}
         self._trained: dict[int, int] = {}  # group -> train step
 
     @classmethod
@@ -116,12 +112,12 @@ class GroupContents:
             contents.add(admission.group, content_of(groups[admission.group]))
         return contents
 
-    def add(self, group: int, content: ContentOrRef) -> None:
+    def add(self, group: int, content: Content) -> None:
         """Keep the content of a finished group until it is trained."""
         self.unfinished.pop(group, None)
         self._finished[group] = content
 
-    def of(self, groups: Iterable[int]) -> list[ContentOrRef]:
+    def of(self, groups: Iterable[int]) -> list[Content]:
         """Content of finished groups."""
         return [self._finished[group] for group in groups]
 
@@ -147,7 +143,7 @@ class GroupContents:
         await self.drop(settled)
 
 
-async def fetched(contents: Iterable[ContentOrRef]) -> list[GroupContent]:
+async def fetched(contents: Iterable[Content]) -> list[GroupContent]:
     """The contents themselves."""
     return [await content if isinstance(content, Awaitable) else content for content in contents]
 

@@ -9,11 +9,12 @@ from agent_loop.text import safe_text, safe_value
 from async_rl.inference.notifier import Notifier
 from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from async_rl.rollout.content.writer import ContentWriter
+from message_queue.errors import AsyncRLError
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
 
 
-class RolloutLogError(RuntimeError):
+class RolloutLogError(AsyncRLError):
     """Rollouts can no longer be stored; the cause is chained. The rollouts themselves are sound."""
 
 

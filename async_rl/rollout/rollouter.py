@@ -11,23 +11,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
 
 from agent_loop.boundary import boundary
-from agent_loop.engine import EngineError
-from agent_loop.loop import AgentLoop, Prompt, PromptError, RolloutError, StateLostError
+from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.timeline import Timeline, enclosing
-from agent_loop.user_errors import describe_error, user_line
+from agent_loop.user_errors import Failure, failure_of, innermost
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.content.records import RolloutRecord, RolloutStep
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from async_rl.rollout.token_count import TokenCount
 from message_queue.contract import Admission
-from message_queue.tokens import ContractError, Int32Array, RoutingSpec, StopReason
+from message_queue.errors import ContractError, EngineError, PromptError, RolloutError, StateLostError
+from message_queue.ledger import Drop, DropKind
+from message_queue.tokens import Int32Array, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 
@@ -37,14 +38,19 @@ class DroppedGroup:
 
     group: int
     """Id of the group."""
-    reason: str
-    """Cause of the drop."""
+    reason: Drop
+    """Reason of the drop."""
     segments: int
     """Number of discarded segments."""
     lengths: tuple[tuple[int, bool], ...]
     """(sampled tokens, whether it was finished) of each trajectory."""
-    expired: bool = False
-    """Whether it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed."""
+    line: str = ""
+    """Line of the user that failed a rollout, as in `Failure`."""
+
+    @property
+    def expired(self) -> bool:
+        """Whether it was cancelled from outside, because it can no longer be trained; otherwise a rollout failed."""
+        return self.reason.kind is DropKind.EXPIRED
 
     @property
     def tokens(self) -> int:
@@ -108,7 +114,7 @@ class _Roll:
     """Task of its agent loops."""
     handout: int
     """Number of this hand-out of the group, written into each of its records."""
-    cancelled: str | None = None
+    cancelled: Drop | None = None
     """Reason of a cancel; None if the group was not cancelled."""
 
 
@@ -122,7 +128,7 @@ class Rollouter:
         resume_routing: handling of rows that a resumed generation computes again.
         log: stores rollouts while they grow.
         failure: handling of failed rollouts.
-        note: called with a text for every failure.
+        note: called with every failure; its text names the rollout.
         failed: called with each rollout that failed at its last try, or starts over; needs `decode`.
         decode: token ids -> text, with control tokens; called in a thread. None for no calls of `failed`.
 
@@ -140,7 +146,7 @@ class Rollouter:
         resume_routing: ResumeRouting = "append",
         log: RolloutLog | None = None,
         failure: FailureConfig | None = None,
-        note: Callable[[str], None] = lambda _text: None,
+        note: Callable[[Failure], None] = lambda _failure: None,
         failed: Callable[[FailedRollout], None] = lambda _rollout: None,
         decode: Callable[[Int32Array], str] | None = None,
     ) -> None:
@@ -158,7 +164,7 @@ class Rollouter:
         self.tokens = TokenCount()
         self.timeline = Timeline("rollout")
 
-    def cancel(self, group: int, *, reason: str) -> None:
+    def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         roll = self._rolls.get(group)
         if roll is not None and roll.cancelled is None:
@@ -186,26 +192,24 @@ class Rollouter:
         assert task is not None
         roll = self._rolls[admission.group] = _Roll(task, handout)
         trajectories = self._trajectories(admission.group, existing)
-        expired = False
         try:
-            failure = await self._run_all(prompt, admission, trajectories)
-            if failure is None:
+            reason, line = await self._run_all(prompt, admission, trajectories)
+            if reason is None:
                 await self._log.flush()
         except asyncio.CancelledError:
-            failure = roll.cancelled
-            if failure is None:
+            if roll.cancelled is None:
                 raise
-            expired = True
+            reason, line = roll.cancelled, ""
             task.uncancel()
         finally:
             del self._rolls[admission.group]
-        if failure is not None:
+        if reason is not None:
             return DroppedGroup(
                 group=admission.group,
-                reason=failure,
+                reason=reason,
+                line=line,
                 segments=sum(len(t.segments) for t in trajectories),
                 lengths=tuple((t.num_sampled, t.closed) for t in trajectories),
-                expired=expired,
             )
         return PromptGroup(
             group=admission.group,
@@ -239,8 +243,10 @@ class Rollouter:
 
         return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
 
-    async def _run_all(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]) -> str | None:
-        """Fill all trajectories side by side. Returns None, or the reason if the group failed."""
+    async def _run_all(
+        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]
+    ) -> tuple[Drop | None, str]:
+        """Fill all trajectories side by side. Returns the reason and the user's line if the group failed."""
         self._fail_replaced(trajectories)
         try:
             async with asyncio.TaskGroup() as rollouts:
@@ -255,14 +261,15 @@ class Rollouter:
             fatal = errors.subgroup((EngineError, ContractError, RolloutLogError))
             if fatal is not None:
                 raise fatal from None
-            first = errors.exceptions[0]
-            return f"rollout failed: prompt {prompt.index}: {failure_text(first)}"
+            failure = failure_of(errors.exceptions[0])
+            return Drop(DropKind.ROLLOUT_FAILED, f"prompt {prompt.index}: {failure.text}"), failure.line
         if not all(trajectory.closed for trajectory in trajectories):
-            return f"rollout failed: prompt {prompt.index}: a rollout ended without closing its trajectory"
+            text = f"prompt {prompt.index}: a rollout ended without closing its trajectory"
+            return Drop(DropKind.ROLLOUT_FAILED, text), ""
         left = _num_sound(trajectories)
         if left < min(2, self._n):
-            return f"rollouts failed: {left} of {self._n} are left"
-        return None
+            return Drop(DropKind.TOO_FEW_LEFT, f"{left} of {self._n} are left"), ""
+        return None, ""
 
     def _fail_replaced(self, trajectories: list[Trajectory]) -> None:
         """Close rollouts that failed before a restart, if the record of their end is damaged.
@@ -305,16 +312,18 @@ class Rollouter:
             except (EngineError, ContractError, RolloutLogError):
                 raise
             except Exception as error:
-                line = _line_of_code(error)
+                failure = failure_of(error)
+                line = failure.line if isinstance(innermost(error), OF_CODE) else ""
                 hopeless = isinstance(error, PromptError) or line in self._failing
                 left = tried <= policy.max_retries
-                self._note(
+                text = (
                     f"rollout {session} of prompt {prompt.index} failed, {tried} of {policy.max_retries + 1} times"
-                    f"{', and is not tried again' * (left and hopeless)}: {failure_text(error)}"
+                    f"{', and is not tried again' * (left and hopeless)}: {failure.text}"
                 )
+                self._note(replace(failure, text=text))
                 if hopeless or not left:
                     self._failing |= {line} - {""}
-                    await self._report_failed(prompt, admission, number, trajectories[number], error)
+                    await self._report_failed(prompt, admission, number, trajectories[number], failure)
                     if not (trajectories[number].turns and self._bears_failure(trajectories)):
                         raise
                     break
@@ -323,7 +332,7 @@ class Rollouter:
         return False
 
     async def _report_failed(
-        self, prompt: Prompt, admission: Admission, number: int, trajectory: Trajectory, error: Exception
+        self, prompt: Prompt, admission: Admission, number: int, trajectory: Trajectory, failure: Failure
     ) -> None:
         if self._decode is None:
             return
@@ -335,7 +344,9 @@ class Rollouter:
                 trajectory=number,
                 prompt_index=prompt.index,
                 admitted_version=admission.admitted_version,
-                error=failure_text(error),
+                error=failure.text,
+                error_kind=failure.kind,
+                error_line=failure.line,
                 tokens=len(trajectory),
                 prompt=text,
                 turns=turns,
@@ -354,9 +365,11 @@ class Rollouter:
         try:
             await run_loop(self._loop, prompt, trajectory, session=session, cache_salt=salt)
         except StateLostError as error:
-            self._note(f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}")
-            if not is_retry:  # the failure before a retry has a reason of its own
-                await self._report_failed(prompt, admission, number, trajectory, error)
+            failure = failure_of(error)
+            text = f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}"
+            self._note(replace(failure, text=text))
+            if not is_retry:  # the failure before a retry was reported
+                await self._report_failed(prompt, admission, number, trajectory, failure)
             self.tokens.add(group, -trajectory.num_sampled)
             trajectories[number] = self._watched(group, number, self._new_trajectory())
             await run_loop(self._loop, prompt, trajectories[number], session=session, cache_salt=salt)
@@ -385,11 +398,6 @@ async def run_loop(loop: AgentLoop, prompt: Prompt, trajectory: Trajectory, *, s
         raise RolloutError(f"the agent loop returned without closing the trajectory of prompt {prompt.index}")
 
 
-def failure_text(error: BaseException) -> str:
-    """One line: kind and text of the error that failed a rollout, with the user's file and line."""
-    return describe_error(error, with_line=not isinstance(error, RolloutError))  # whose text has them
-
-
 def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tuple[str, list[dict[str, object]]]:
     """Prompt and turns of a trajectory's root path, as in the files of `async_rl.files.rollouts`.
 
@@ -407,13 +415,6 @@ def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tupl
     if turns and not turns[-1]["text"]:
         turns.pop()  # it failed before the model answered
     return next(iter(observed), ""), turns
-
-
-def _line_of_code(error: BaseException) -> str:
-    """The line of the user that raised one of OF_CODE; "" for any other error."""
-    while isinstance(error, RolloutError) and error.__cause__ is not None:
-        error = error.__cause__
-    return user_line(error) if isinstance(error, OF_CODE) else ""
 
 
 def _num_sound(trajectories: Sequence[Trajectory]) -> int:

@@ -21,6 +21,7 @@ import numpy as np
 from agent_loop.loop import Prompt
 from async_rl.files.jsonl import read_lines
 from async_rl.rollout.prompts import PromptOrder
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, merged_spans
 
 FILE_NAME = "schedule.jsonl"
@@ -45,7 +46,7 @@ class ScheduledGroup:
     """Spans of each trajectory, in the order of sampling."""
 
 
-class ScheduleError(ValueError):
+class ScheduleError(AsyncRLError, ValueError):
     """A schedule cannot be read, or does not fit the run."""
 
 

@@ -21,6 +21,7 @@ from agent_loop.loop import AgentLoop, Prompt
 from async_rl.inference.notifier import Notifier
 from async_rl.rollout.schedule import RunSchedule, ScheduleError, Span, spans_of
 from message_queue.contract import Admission
+from message_queue.ledger import Drop
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import PromptGroup, Trajectory
 
@@ -61,7 +62,7 @@ class NoReplay:
     def loaded(self, update: int) -> None:
         """Every replica serves the weights."""
 
-    def dropped(self, group: int, *, reason: str) -> None:
+    def dropped(self, group: int, *, reason: Drop) -> None:
         """A group was dropped."""
 
     def finish(self) -> None:
@@ -151,7 +152,7 @@ class ScheduleReplay(NoReplay):
         self._served = update
         self._changed.notify_all()
 
-    def dropped(self, group: int, *, reason: str) -> None:
+    def dropped(self, group: int, *, reason: Drop) -> None:
         """Refuse to continue.
 
         Raises:

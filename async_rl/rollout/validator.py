@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from agent_loop.engine import EngineError
 from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.text import safe_value
 from agent_loop.timeline import Timeline, enclosing
+from agent_loop.user_errors import failure_of
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
-from async_rl.rollout.rollouter import failure_text, run_loop
-from message_queue.tokens import ContractError, RoutingSpec, StopReason
+from async_rl.rollout.rollouter import run_loop
+from message_queue.errors import ContractError, EngineError
+from message_queue.tokens import RoutingSpec, StopReason
 from message_queue.trajectory import ResumeRouting, Trajectory
 
 
@@ -71,7 +72,7 @@ class Validator:
         except (EngineError, ContractError):
             raise
         except Exception as error:  # noqa: BLE001 - a failed rollout is data, for any error of the task
-            return failure_text(error)
+            return failure_of(error).text
         return None
 
     def _validated(self, trajectory: Trajectory, *, error: str | None) -> ValidationRollout:

@@ -11,19 +11,21 @@ from agent_loop.loop import Prompt
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.timeline import TimeSpan
 from agent_loop.tools.tool import PauseGate
+from agent_loop.user_errors import Failure
 from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.stub import InProcess
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.group_contents import ContentOrRef, ContentPlace
+from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
 from message_queue.contract import Admission
+from message_queue.errors import JournalError
 from message_queue.heads import GroupHead, head_of
-from message_queue.sqlite_file import JournalError
-from message_queue.training_sequence import content_of
+from message_queue.ledger import Drop
+from message_queue.training_sequence import Content, content_of
 from message_queue.trajectory import Trajectory
 
 APPEND_TURNS = 20  # event-loop iterations in which rollouts append received answers
@@ -57,8 +59,8 @@ class LostReplica:
     """Further lines for the user, such as the end of its log."""
 
 
-WorkerEvent = str | FailedRollout | LostReplica
-"""Text of a failed rollout or tool, a rollout that failed at its last try, or a failed replica."""
+WorkerEvent = Failure | FailedRollout | LostReplica
+"""Failure of a rollout or tool, a rollout that failed at its last try, or a failed replica."""
 
 
 class RolloutWorker(InProcess):
@@ -109,8 +111,8 @@ class RolloutWorker(InProcess):
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
-    ) -> tuple[RolledGroup, ContentOrRef]:
-        """Roll out a group; see `Rollouter.roll`. The second value is the content of a finished group.
+    ) -> tuple[RolledGroup, Content]:
+        """Roll out a group; see `Rollouter.roll`. The second value is the content, empty for a dropped group.
 
         A caller in another process gets a reference to the content.
         """
@@ -124,10 +126,10 @@ class RolloutWorker(InProcess):
             generated = self._rollouter.tokens.pop(admission.group)
         spans = self._rollouter.timeline.take()
         if isinstance(outcome, DroppedGroup):
-            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), None
+            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), ()
         return RolledGroup(outcome=head_of(outcome), generated=generated, time_spans=spans), content_of(outcome)
 
-    async def cancel(self, group: int, *, reason: str) -> None:
+    async def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group; see `Rollouter.cancel`."""
         self._rollouter.cancel(group, reason=reason)
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.checks import kept_tokens
 from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
 from async_rl.simulator.trainer import INITIAL
 from async_rl.weights.transport import Seat, Source, WeightUpdate
+from message_queue.errors import AnswerError, EngineError
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:

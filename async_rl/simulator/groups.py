@@ -18,6 +18,7 @@ from async_rl.rollout.rollouter import session_name
 from async_rl.simulator.violations import require
 from message_queue.contract import Admission, QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
+from message_queue.ledger import DropKind
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 End = Literal["trained", "dropped", "requeued"]
 _Length = tuple[int, bool]  # tokens, whether the trajectory is closed
-_REASONS = {"wait": (), "drop": ("expired",), "mask": ("expired",), "recycle": ("expired", "requeued")}
+_EXPIRED = (DropKind.EXPIRED,)
+_REASONS = {"wait": (), "drop": _EXPIRED, "mask": _EXPIRED, "recycle": (*_EXPIRED, DropKind.REQUEUED)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +93,13 @@ class GroupAccount:
             case Admitted():
                 self._admitted(event.admission)
             case Dropped():
-                cause = event.reason.partition(":")[0]
-                excused = cause == "rollout failed" and self._world.may_drop
-                spread = cause == "no spread" and self._config.rollout.drop_without_spread > 0
-                allowed = excused or spread or cause in _REASONS[self._config.staleness.policy]
+                kind = event.reason.kind
+                excused = kind is DropKind.ROLLOUT_FAILED and self._world.may_drop
+                spread = kind is DropKind.NO_SPREAD and self._config.rollout.drop_without_spread > 0
+                allowed = excused or spread or kind in _REASONS[self._config.staleness.policy]
                 require("failure", allowed, "group {} was dropped: {}", event.group, event.reason)
                 self._dropped(event.group, requeue=event.requeue, expired=False)
-                if not event.requeue and cause == "expired" and self._config.staleness.policy == "recycle":
+                if not event.requeue and kind is DropKind.EXPIRED and self._config.staleness.policy == "recycle":
                     prompt = self.admissions[event.group].prompt
                     times = self._times_requeued(prompt)
                     enough = times >= self._config.staleness.max_requeues

@@ -283,7 +283,7 @@ class Oracle:
             )
             for mini_batch in range(per_batch)
         ]
-        for place, (group, content) in enumerate(zip(groups, batch.contents, strict=True)):
+        for place, group in enumerate(groups):
             prompt = model.prompt_ids(group.prompt)
             for i, trajectory in enumerate(group.trajectories):
                 if trajectory.failed:
@@ -292,7 +292,7 @@ class Oracle:
                 reward, given = trajectory.reward, self.session(session).reward
                 require("reward", reward == given, "{} has the reward {}, and was given {}", session, reward, given)
                 sampled = judges[split.get(group.group, 0)].check(
-                    content[i],
+                    batch.content(place)[i],
                     len(rollouts),
                     prompt=prompt,
                     rollout_of=lambda path, root=session: self.session(f"{root}-p{path}" if path else root),

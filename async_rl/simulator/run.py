@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from agent_loop.engine import EngineError
 from async_rl.cluster.queue import QueueClient, QueueHost
 from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
 from async_rl.cluster.worker import RolloutHost, WorkerClient
@@ -26,6 +25,7 @@ from async_rl.simulator.engine import SimulatedReplica
 from async_rl.simulator.processes import Observed, Process
 from async_rl.simulator.task import SimulatedTask
 from async_rl.simulator.trainer import SimulatedTrainer
+from message_queue.errors import EngineError
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World

@@ -11,13 +11,14 @@ from agent_loop.boundary import call_function
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import AgentLoop, Message, Prompt, RolloutError, TurnLimits
+from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
 from agent_loop.programs.program import external
 from agent_loop.reward import Completion
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.tool import PauseGate, ToolError, ToolRunner, describe_tool
+from agent_loop.tools.tool import PauseGate, ToolRunner, describe_tool
 from async_rl.rollout.task import Task
 from async_rl.simulator.agents import WatchedLoop, program, session_name
+from message_queue.errors import RolloutError, ToolError
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World

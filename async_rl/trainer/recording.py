@@ -52,6 +52,7 @@ from async_rl.files.rollouts import RecordConfig, tool_calls_of, write_step
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import FILTERS, MicroBatches, MicroBatchResults
+from message_queue.errors import AsyncRLError
 from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import SampledRun, TrainingSequence
@@ -98,7 +99,7 @@ _PER_TOKEN = ("behaviour_logprobs", "proximal_logprobs", "logprobs", "gradient_s
 _ROUTING_ITEM = 2  # bytes of an expert id in the files
 
 
-class RecordingError(RuntimeError):
+class RecordingError(AsyncRLError):
     """Rollouts cannot be written to disk; the message names the folder and the way out."""
 
 
@@ -199,7 +200,7 @@ class RolloutRecorder:
         self.flush()
         assert batch.recorded is not None
         heads = batch.recorded.heads
-        contents = [content if group in heads else None for group, content in enumerate(batch.contents)]
+        contents = [content if group in heads else () for group, content in enumerate(batch.contents)]
         self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values, moe_layers)
 
     def flush(self) -> None:
@@ -301,7 +302,7 @@ def _by_path(batch: TrainingBatch, group: int, trajectory: int) -> dict[int, lis
     numbers = {int(batch.index[number, 2]): number for number in own}
     heads = batch.recorded.heads[group].trajectories[trajectory].sequences
     found: dict[int, list[_Recorded]] = {}
-    for at, sequence in enumerate(batch.contents[group][trajectory]):
+    for at, sequence in enumerate(batch.content(group)[trajectory]):
         found.setdefault(sequence.path, []).append(_Recorded(heads[at].agent, sequence, numbers.get(at)))
     return found or {0: []}
 

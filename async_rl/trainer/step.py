@@ -23,8 +23,9 @@ from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
 from async_rl.trainer.planning import UpdatePlan
 from async_rl.trainer.router_replay import MicroBatchRouting, layer_tables
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import ContractError, RoutingSpec
+from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import TrainingSequence
 
 _LOSS_COLUMNS = ("behaviour_logprobs", "lag_bucket", "advantages", "token_weights", "trajectory")

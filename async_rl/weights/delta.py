@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from async_rl.weights.digest import bytes_of
+from message_queue.errors import AsyncRLError
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +46,7 @@ Bytes = NDArray[np.uint8]
 Integers = NDArray[Any]
 
 
-class DeltaError(Exception):
+class DeltaError(AsyncRLError):
     """Encoded data is damaged, or its base is another one."""
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from message_queue.errors import AsyncRLError
 from message_queue.tokens import RoutingSpec
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
-class CheckpointError(ValueError):
+class CheckpointError(AsyncRLError, ValueError):
     """A checkpoint folder that cannot be used; names the folder, the problem and the way out."""
 
 

@@ -35,6 +35,7 @@ from safetensors import SafetensorError
 from async_rl.weights import delta, remote
 from async_rl.weights.digest import WeightsDigest, digest_of, read_tensors
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
+from message_queue.errors import AsyncRLError
 from message_queue.tokens import WeightVersion
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ MAX_DELTAS = 15
 Backend = Literal["gloo", "nccl"]
 
 
-class UpdateError(Exception):
+class UpdateError(AsyncRLError):
     """A published version cannot be read whole."""
 
 

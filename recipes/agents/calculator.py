@@ -11,7 +11,8 @@ import openai
 
 from agent_loop.loop import Prompt
 from agent_loop.programs.program import ModelAccess
-from agent_loop.tools.tool import ToolError, describe_tool
+from agent_loop.tools.tool import describe_tool
+from message_queue.errors import ToolError
 from recipes.calculator.calculator import ERROR_TEXT, Calculator
 from recipes.calculator.calculator import calculate as compute
 from recipes.calculator.task import CalculatorTask, calculator_task

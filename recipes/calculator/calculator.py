@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent_loop.tools.tool import ToolError
+from message_queue.errors import ToolError
 
 from .problems import apply_operator
 

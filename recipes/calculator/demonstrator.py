@@ -14,7 +14,8 @@ import numpy as np
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import Tokenizer
 from agent_loop.loop import Message
-from agent_loop.tools.tool import MalformedCall, ToolError, parse_tool_calls
+from agent_loop.tools.tool import MalformedCall, parse_tool_calls
+from message_queue.errors import ToolError
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.answers import check_answer
-from agent_loop.engine import AnswerError, GenerateRequest, SamplingConfig
-from agent_loop.loop import RolloutError
-from message_queue.tokens import ContractError, StopReason
+from agent_loop.engine import GenerateRequest, SamplingConfig
+from message_queue.errors import AnswerError, ContractError, RolloutError
+from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_decoder import LONG, PROMPT, STOP, decoded, make_decoder, opened, scripted
 from tests.helpers.dense import loss_mask

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from agent_loop import boundary as boundary_module
-from agent_loop.boundary import OvertimeError, UserThreads, boundary, slot
+from agent_loop.boundary import UserThreads, boundary, slot
 from agent_loop.environment import EnvironmentClass, Step
-from agent_loop.loop import Message, Prompt, RolloutError
-from agent_loop.reward import Completion, RewardError, score_in_time
+from agent_loop.loop import Message, Prompt
+from agent_loop.reward import Completion, score_in_time
 from agent_loop.rewards import in_processes
 from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
 from agent_loop.tools.state import ToolClass, open_tools
@@ -27,6 +27,7 @@ from agent_loop.tools.tool import ToolCall, ToolRunner
 from agent_loop.user_errors import LeakedError, describe_error
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from async_rl.rollout.validator import Validator
+from message_queue.errors import OvertimeError, RewardError, RolloutError
 from message_queue.tokens import StopReason
 from tests.helpers.stored import admission
 
@@ -215,8 +216,8 @@ async def test_rollout_that_ends_without_closing_its_trajectory_has_failed(leak,
         decode=lambda ids: "x",
     )
     group = await rollouter.roll(PROMPT, admission(0))
-    assert isinstance(group, DroppedGroup) and "rollout" in group.reason
-    assert notes and failed and all("failed, 1 of 1 times" in note for note in notes)
+    assert isinstance(group, DroppedGroup) and not group.expired
+    assert notes and failed and all("failed, 1 of 1 times" in note.text for note in notes)
 
 
 @pytest.mark.parametrize("leak", [None, cancels_itself, async_generator_leaks])

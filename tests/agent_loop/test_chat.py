@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.chat import MAX_VARIANTS, Chat, ChatTemplateError
+from agent_loop.chat import MAX_VARIANTS, Chat
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, ToolUse, TurnLimits
 from agent_loop.tools.tool import PauseGate, describe_tool
 from async_rl import Task
+from message_queue.errors import ChatTemplateError
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, TURN_START, build_tokenizer
 from tests.helpers import tokenizers_of_families

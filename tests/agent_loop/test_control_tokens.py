@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from agent_loop.chat import Chat, ChatTemplateError
+from agent_loop.chat import Chat
 from agent_loop.control_tokens import ControlTokens
 from agent_loop.loop import Message
+from message_queue.errors import ChatTemplateError
 from recipes.calculator.tokenizer import build_tokenizer
 from tests.agent_loop.test_loops import ANSWER, CALL, make_engine, roll, text_of, turn
 from tests.helpers import tokenizers_of_families

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.decoder import SegmentDecoder, observe_prompt
-from agent_loop.engine import EngineError, SamplingConfig
-from agent_loop.loop import RolloutError, TurnLimits
-from message_queue.tokens import ContractError, StopReason, TokenOutput
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import TurnLimits
+from message_queue.errors import ContractError, EngineError, RolloutError
+from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import loss_mask
 from tests.helpers.fakes import SPEC, FakeEngine, Interruption, SeededScript, fake_weights

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.chat import Chat, ChatTemplateError
+from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
-from agent_loop.loop import Message, Prompt, PromptError, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tools.tool import PauseGate
 from async_rl import Task
 from async_rl.rollout.recorded import RecordedTrajectory
+from message_queue.errors import ChatTemplateError, PromptError, RolloutError, StateLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, PAD, build_tokenizer

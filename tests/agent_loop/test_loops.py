@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import ControlTokens
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, TurnLimits
-from agent_loop.reward import RewardError
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.tool import ToolError, ToolRunner, describe_tool
+from agent_loop.tools.tool import ToolRunner, describe_tool
 from async_rl.files.rollouts import tool_calls_of
 from async_rl.rollout.content.records import CallStarted, TrajectoryClosed
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.rollout.validator import Validator
+from message_queue.errors import RewardError, RolloutError, ToolError
 from message_queue.tokens import StopReason, TokenOutput
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer

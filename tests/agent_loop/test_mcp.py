@@ -14,13 +14,14 @@ import pytest
 
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools.mcp import McpServer
 from agent_loop.tools.state import open_tools
 from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner, describe_tool
 from agent_loop.tools.tool import mcp as own
 from async_rl import Task
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN
 from tests.agent_loop.mcp_servers import CONTROL, HUGE

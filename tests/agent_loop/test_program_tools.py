@@ -2,11 +2,11 @@
 
 import pytest
 
-from agent_loop.loop import RolloutError
 from agent_loop.tools.program_tools import python_tool, shell_tool
-from agent_loop.tools.sandbox import SandboxError, SandboxLimits, check_sandbox
+from agent_loop.tools.sandbox import SandboxLimits, check_sandbox
 from agent_loop.tools.tool import ToolCall, ToolRunner, program_tools
 from async_rl import Task
+from message_queue.errors import RolloutError, SandboxError
 
 try:
     check_sandbox()

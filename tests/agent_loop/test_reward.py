@@ -1,7 +1,8 @@
 import pytest
 
-from agent_loop.loop import Message, Prompt, RolloutError
-from agent_loop.reward import Completion, RewardError, score_in_time
+from agent_loop.loop import Message, Prompt
+from agent_loop.reward import Completion, score_in_time
+from message_queue.errors import RewardError, RolloutError
 from message_queue.tokens import StopReason
 from tests.helpers.fakes import FakeReward
 

@@ -11,12 +11,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from agent_loop.chat import Chat
-from agent_loop.engine import EngineError, SamplingConfig
+from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, TurnLimits
 from agent_loop.programs.conversation import ChatRequest, TokenRequest
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.session import AgentSession, CallRefused, ContextFull, SessionEnded, SessionFailed
 from agent_loop.timeline import Timeline, enclosing
+from message_queue.errors import EngineError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, PAD, TURN_START, build_tokenizer

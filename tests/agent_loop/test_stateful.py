@@ -8,13 +8,14 @@ import pytest
 
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools.state import ToolClass, open_tools
 from agent_loop.tools.tool import ToolCall, ToolRunner, describe_tool
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, ids, make_engine, rebuilt, text_of, turn
 from tests.helpers.fakes import SPEC, FakeReward, FakeTool
@@ -228,7 +229,7 @@ async def test_a_rollout_without_its_state_starts_over_and_its_records_follow(tm
     await writer.close()
     sampled = sum(len(ids(text)) for text in TURNS)
     assert group.trajectories[0].reward == 0.5 and group.num_tokens == rollouter.tokens.pop(0) == sampled
-    assert any(f"starts over, without {sampled} tokens" in note for note in notes)
+    assert any(f"starts over, without {sampled} tokens" in note.text for note in notes)
     found = read(tmp_path, 0, routing=SPEC)
     assert not found.notes
     assert found.groups[0].trajectories[0].token_ids().tolist() == group.trajectories[0].token_ids().tolist()

@@ -10,7 +10,6 @@ from agent_loop.tools.tool import (
     MalformedCall,
     PauseGate,
     ToolCall,
-    ToolError,
     ToolReply,
     ToolRunner,
     opened_reasoning,
@@ -18,6 +17,7 @@ from agent_loop.tools.tool import (
     split_turn,
     truncate,
 )
+from message_queue.errors import ToolError
 from tests.helpers.fakes import FakeTool
 
 pytestmark = pytest.mark.virtual_time

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from agent_loop.tools.mcp import McpServer
-from agent_loop.tools.tool import ToolError
+from message_queue.errors import ToolError
 from tests.agents.test_agents import PYTHON
 
 BIN = PYTHON.parent

@@ -20,7 +20,7 @@ def test_every_exported_name_resolves_to_something_of_the_package(package):
     for name in module.__all__:
         exported = getattr(module, name)
         assert not inspect.ismodule(exported)
-        assert getattr(exported, "__module__", package).partition(".")[0] in (package, "builtins")
+        assert getattr(exported, "__module__", package).partition(".")[0] in (*PACKAGES, "builtins")
 
 
 def test_the_lazy_names_of_async_rl_are_those_it_exports():

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import transformers
 
-from agent_loop.engine import EngineError
 from async_rl.inference.sglang.engine import SglangConfig, SglangReplica
 from async_rl.inference.sglang.server import interpreter
+from message_queue.errors import EngineError
 from tests.helpers import numerics
 from tests.helpers.tiny_models import COMMON, mixtral_config, qwen3_moe_config
 

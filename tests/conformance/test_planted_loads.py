@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 import torch
 
-from agent_loop.engine import EngineError
 from async_rl.config import FLOAT32_MAX_K3
 from async_rl.controller.probe import MismatchError
+from message_queue.errors import EngineError
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest
 from tests.conformance.planted import FAULT, PARTLY_WRONG, TRADED
 from tests.conformance.probes import VllmProbe

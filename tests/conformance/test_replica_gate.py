@@ -7,8 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.replica import InflightRequest, RequestGate, until_finished
+from message_queue.errors import EngineError, ReplicaLostError
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 

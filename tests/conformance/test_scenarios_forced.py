@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError, SamplingConfig
+from agent_loop.engine import SamplingConfig
+from message_queue.errors import EngineError
 from message_queue.tokens import RoutedExperts
 from tests.conformance.checks import assert_forced, assert_true, odd_rows, versions_of, whole
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, tokens

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agent_loop.engine import EngineError
 from async_rl.inference.replica import KVPolicy
 from async_rl.weights.transport import WeightUpdate, read_tensors, update_files
+from message_queue.errors import EngineError
 from message_queue.tokens import StopReason, WeightVersion
 from tests.conformance.checks import assert_true, assert_whole, sampled_of, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, prompts, tokens

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
 from async_rl.inference.vllm.engine import VllmReplica
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import TokenOutput
 from tests.conformance.checks import assert_sent_once, assert_true, sampled_of
 from tests.conformance.engines import MARKS, EngineUnderTest, Exchange, tokens

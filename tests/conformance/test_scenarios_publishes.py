@@ -18,7 +18,7 @@ import pytest
 
 import async_rl.inference.sglang.update
 import async_rl.inference.vllm.engine
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.checkpoint_weights import published_shapes
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
@@ -28,6 +28,7 @@ from async_rl.inference.stub import InProcess
 from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import read_tensors, update_files
+from message_queue.errors import EngineError
 from message_queue.tokens import TokenOutput
 from tests.conformance.checks import assert_true, assert_whole, versions_of
 from tests.conformance.conftest import Report

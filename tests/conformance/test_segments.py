@@ -20,7 +20,8 @@ from async_rl.inference.sglang import segment as sglang
 from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.inference.vllm import segment as vllm
 from async_rl.weights.model_info import ModelInfo
-from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.errors import ContractError
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.helpers.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from agent_loop.engine import AnswerError, SamplingConfig
+from agent_loop.engine import SamplingConfig
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.sglang.server import CallError
 from async_rl.inference.sglang.update import first_load
+from message_queue.errors import AnswerError
 from message_queue.tokens import StopReason
 from tests.conformance.checks import assert_cut, assert_true, sampled_of, versions_of
 from tests.conformance.engines import MARKS, ON_SGLANG, EngineUnderTest, Exchange, prompts, tokens

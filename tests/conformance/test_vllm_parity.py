@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent_loop.engine import EngineError
+from message_queue.errors import EngineError
 from tests.conformance.checks import assert_true, assert_whole, versions_of
 from tests.conformance.engines import MARKS, ON_VLLM, EngineUnderTest, tokens
 

@@ -18,10 +18,9 @@ from async_rl.controller.resume import Resume
 from async_rl.files.rollouts import read_steps
 from async_rl.rollout.group_contents import read_content
 from async_rl.weights.model_info import read_model_info
-from message_queue.contract import QueueError
+from message_queue.errors import JournalError, QueueError
 from message_queue.policies import build_policy
 from message_queue.recovery import open_queue
-from message_queue.sqlite_file import JournalError
 from tests.conformance.reference import reference
 from tests.helpers.dense import behaviour_logprobs, param_versions
 

@@ -25,13 +25,14 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.cluster.placement import start_ray
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.config import ClusterConfig, load_config
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from async_rl.weights.transport import WeightUpdate
+from message_queue.errors import EngineError
 from message_queue.tokens import WeightVersion
 from tests.conformance.sglang_support import config as sglang_config
 from tests.conformance.sglang_support import mixtral, require_sglang

@@ -15,13 +15,14 @@ import pytest
 import transformers
 from safetensors.torch import save_file
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.sglang import server as sglang_server
 from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import call_ranks
 from async_rl.weights.transport import read_tensors, update_files
+from message_queue.errors import EngineError
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
 from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens

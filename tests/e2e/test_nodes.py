@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray._raylet import AuthenticationTokenLoader, Config
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.cluster.placement import Placement, start_ray
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.config import ClusterConfig, load_config
@@ -28,6 +28,7 @@ from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.store import STORE_VARIABLE
 from async_rl.weights.transport import Source
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import WeightVersion
 from tests.conformance import sglang_support
 from tests.conformance.engines import tokens

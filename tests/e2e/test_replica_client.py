@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.placement import start_ray
 from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
@@ -28,6 +28,7 @@ from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.worker import RolloutWorker
 from message_queue.contract import Admission
+from message_queue.errors import AnswerError, EngineError, ReplicaLostError
 from message_queue.tokens import StopReason
 from tests.helpers.fakes import FakeEngine, fake_weights
 

@@ -5,8 +5,8 @@ import torch
 
 from async_rl.trainer.loss.losses import M2PO, DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import ContractError
 from tests.parallel.support import (
     MARKS,
     VOCAB,

@@ -13,13 +13,14 @@ import pytest
 import ray
 import torch
 
-from agent_loop.engine import GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.cluster.placement import Placement, PlacementError, start_ray
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.config import ClusterConfig, load_config
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.vllm.engine import VllmConfig, engine_environment
 from async_rl.weights.transport import read_tensors
+from message_queue.errors import ReplicaLostError
 from message_queue.tokens import StopReason, TokenOutput
 from tests.conformance.engines import tokens
 from tests.conformance.reference import gap_with_rows, reference

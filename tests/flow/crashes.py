@@ -14,9 +14,9 @@ from unittest.mock import patch
 from async_rl.controller import checkpoints
 from async_rl.controller.checkpoints import RunState, read_run_state
 from async_rl.rollout.content.writer import ContentWriter
+from message_queue.errors import JournalBroken
 from message_queue.journal import EventJournal
 from message_queue.recovery import JournalPlace
-from message_queue.sqlite_file import JournalBroken
 from tests.flow.harness import FakeTrainer, Harness
 
 STEPS = 7

@@ -360,7 +360,7 @@ class Harness:
                 resume_routing=resume_routing,
                 log=log,
                 failure=failure,
-                note=self.spy.note,
+                note=lambda found: self.spy.note(found.text),
                 failed=lambda rollout: self.workers[0].report(rollout),
                 decode=text_of_ids,
             )
@@ -514,7 +514,7 @@ class Harness:
         assert total["admitted"] == len(groups) == total["trained"] + total["dropped"] + total["open"]
         assert sorted(g["group"] for g in groups) == list(range(len(groups)))
         assert {g["outcome"] for g in groups} <= {"trained", "dropped", "open"}
-        assert all(bool(g["reason"]) == (g["outcome"] == "dropped") for g in groups)
+        assert all(bool(g["kind"]) == bool(g["reason"]) == (g["outcome"] == "dropped") for g in groups)
         return total
 
     def check_staleness(self, most: int) -> list[dict]:

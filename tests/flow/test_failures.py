@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from agent_loop.loop import PromptError, RolloutError
 from async_rl.controller.resume import failed_prompts
 from async_rl.files.rollouts import FOLDER, read_failed
 from async_rl.rollout.prompts import FailedPrompts, PromptSource
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.run import causes
+from message_queue.errors import PromptError, RolloutError
 from message_queue.tokens import StopReason
 from tests.flow.crashes import STEPS, Life
 from tests.flow.harness import FakeTrainer, Harness, Prompts

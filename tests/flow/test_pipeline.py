@@ -5,13 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError
-from agent_loop.loop import RolloutError
 from async_rl.controller.checkpoints import read_run_state
 from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import read_trace
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
+from message_queue.errors import EngineError, RolloutError
 from tests.flow.harness import FakeTrainer, Harness, Prompts
 from tests.helpers.traces import CHAIN, check_trace
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from agent_loop.engine import AnswerError
 from async_rl.config import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, MismatchConfig
 from async_rl.controller.interfaces import StageError
 from async_rl.controller.probe import FIRST_PROBES, MismatchError, Probe, k3_of_replicas
@@ -17,6 +16,7 @@ from async_rl.inference.stub import InProcess
 from async_rl.rollout.schedule import read_schedule
 from async_rl.run import causes
 from async_rl.trainer.batch.training_batch import supervised_batch
+from message_queue.errors import AnswerError
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup
 from tests.flow.harness import FakeTrainer, Harness

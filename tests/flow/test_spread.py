@@ -2,6 +2,7 @@
 
 import pytest
 
+from message_queue.ledger import DropKind
 from tests.flow.harness import FakeTrainer, Harness
 
 BATCH, STEPS = 4, 6
@@ -20,10 +21,10 @@ async def test_only_groups_with_spread_are_trained_and_the_others_are_counted(tm
     )
     assert await harness.run()
     steps, total = harness.check_staleness(max_staleness), harness.check_ledger()
-    assert total["trained"] == STEPS * BATCH and total["reasons"]["no spread"] > 0
+    assert total["trained"] == STEPS * BATCH and total["reasons"][DropKind.NO_SPREAD] > 0
     assert all(step["reward/groups_without_signal"] == 0 for step in steps)
-    assert 0 < steps[-1]["ledger/without_spread"] <= total["reasons"]["no spread"]
-    dropped = [line for line in harness.groups("dropped") if line["reason"].startswith("no spread")]
+    assert 0 < steps[-1]["ledger/without_spread"] <= total["reasons"][DropKind.NO_SPREAD]
+    dropped = [line for line in harness.groups("dropped") if line["kind"] == DropKind.NO_SPREAD]
     assert all(line["tokens"] > 0 and line["segments"] >= 3 for line in dropped)
 
 

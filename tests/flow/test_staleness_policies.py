@@ -35,8 +35,8 @@ class Watched(Harness):
 
         self.queue.admit, self.queue.take = admitting, taking
 
-    def dropped(self, reason):
-        return [g for g in self.groups("dropped") if g["reason"].startswith(reason)]
+    def dropped(self, kind):
+        return [g for g in self.groups("dropped") if g["kind"] == kind]
 
 
 def run(directory, **options):

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 from message_queue.contract import Batch
+from message_queue.ledger import Drop, DropKind
 from message_queue.policies import DropPolicy, StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
@@ -84,12 +85,12 @@ class Drive:
     async def drop(self):
         group = self.pick("open")
         if group is not None:
-            await self.queue.drop(group, reason="rollout failed: why", segments=1, tokens=2)
+            await self.queue.drop(group, reason=Drop(DropKind.ROLLOUT_FAILED, "why"), segments=1, tokens=2)
             self.groups[group] = "dropped"
 
     async def expire(self):
         for group in self.queue._expired_open():
-            await self.queue.drop(group, reason="expired: too slow", tokens=1, expired=True)
+            await self.queue.drop(group, reason=Drop(DropKind.EXPIRED, "too slow"), tokens=1)
             self.groups[group] = "dropped"
 
     async def take(self):

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord
+from message_queue.errors import ContractError
 from message_queue.heads import head_of
-from message_queue.tokens import ContractError, StopReason
+from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.async_rl.rollout.test_content import flipped, same_trajectory, write
 from tests.helpers.dense import loss_mask, row_versions

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from message_queue.errors import ContractError
 from message_queue.heads import GroupHead, head_of, merged_spans
-from message_queue.tokens import ContractError, StopReason
+from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import loss_mask, param_versions
 from tests.helpers.groups import SPEC, routed, segment, trajectory

@@ -13,8 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
-from message_queue.sqlite_file import (
+from message_queue.errors import (
     JournalBroken,
     JournalBusy,
     JournalError,
@@ -22,6 +21,8 @@ from message_queue.sqlite_file import (
     JournalMismatch,
     JournalUnwritable,
 )
+from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
+from message_queue.ledger import Drop, DropKind
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, reopened
 
@@ -352,7 +353,7 @@ async def test_a_journal_with_a_damaged_page_is_refused(tmp_path_factory, seed, 
 async def test_a_journal_with_a_damaged_list_of_free_pages_is_refused(tmp_path):
     queue, journal, _ = await admitted(tmp_path, 300)
     for group in queue._state.live:
-        await queue.drop(group, reason="failed: why")
+        await queue.drop(group, reason=Drop(DropKind.ROLLOUT_FAILED, "why"))
     await queue.checkpointed(0)
     await journal.close()
     data = bytearray((tmp_path / FILE).read_bytes())

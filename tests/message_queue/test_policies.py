@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
 from message_queue.heads import GroupHead, head_of
+from message_queue.ledger import Drop, DropKind
 from message_queue.state import GroupState
 from message_queue.tokens import StopReason
 from tests.helpers.groups import group_for, head_for, segment, trajectory
@@ -37,13 +38,13 @@ async def test_recycle_admits_an_expired_prompt_ahead_of_new_ones():
     await queue.put(head_for(young))
     await queue.take()  # group 0 is of update 0, the next batch is trained at 2
     assert await queue.wait_expired() == [slow.group]
-    assert await queue.drop(slow.group, reason="expired: no batch is left", tokens=7, expired=True)
+    assert await queue.drop(slow.group, reason=Drop(DropKind.EXPIRED, "no batch is left"), tokens=7)
     again = await queue.admit(3)
     assert (again.prompt, again.group) == (0, 3), "its own admission, under an id of its own"
     assert (await queue.admit(3)).prompt == 3
     snapshot = await queue.snapshot()
     assert (snapshot.ledger.admitted, snapshot.ledger.dropped, snapshot.ledger.dropped_tokens) == (5, 1, 7)
-    assert snapshot.ledger.reasons == {"requeued": 1} and closes(snapshot)
+    assert snapshot.ledger.reasons == {DropKind.REQUEUED: 1} and closes(snapshot)
 
 
 async def test_recycle_drops_a_prompt_after_max_requeues():
@@ -51,9 +52,9 @@ async def test_recycle_drops_a_prompt_after_max_requeues():
     for _ in range(3):
         admission = await queue.admit(5)
         assert admission.prompt == 5
-        await queue.drop(admission.group, reason="expired: too slow", expired=True)
+        await queue.drop(admission.group, reason=Drop(DropKind.EXPIRED, "too slow"))
     snapshot = await queue.snapshot()
-    assert snapshot.ledger.reasons == {"requeued": 2, "expired": 1}
+    assert snapshot.ledger.reasons == {DropKind.REQUEUED: 2, DropKind.EXPIRED: 1}
     assert (snapshot.waiting, snapshot.requeues) == ((), {})
     assert "staleness.max_requeues" in (await queue.records_after(0))[-1]["reason"]
 
@@ -102,19 +103,19 @@ async def test_take_looks_at_the_groups_of_its_batch_and_at_those_that_expire(po
 async def test_recycle_does_not_repeat_a_failed_rollout():
     queue = make_queue(policy="recycle")
     admission = await queue.admit(0)
-    await queue.drop(admission.group, reason="rollout failed: no judge")
+    await queue.drop(admission.group, reason=Drop(DropKind.ROLLOUT_FAILED, "no judge"))
     assert (await queue.snapshot()).waiting == ()
 
 
 async def test_snapshot_has_requeued_prompts_and_their_counts():
     queue = make_queue(s=0, b=1, policy="recycle", max_requeues=1)
-    await queue.drop((await queue.admit(4)).group, reason="expired: x", expired=True)
+    await queue.drop((await queue.admit(4)).group, reason=Drop(DropKind.EXPIRED, "x"))
     saved = msgspec.json.decode(msgspec.json.encode(await queue.snapshot()), type=QueueSnapshot)
     assert saved == (await queue.snapshot()) and saved.prompts == (4,)
     restored = make_queue(s=0, b=1, policy="recycle", max_requeues=1, restored=saved)
     assert (await restored.snapshot()).waiting == (), "the driver asks for all of its prompts"
-    await restored.drop((await restored.admit(4)).group, reason="expired: x", expired=True)
-    assert (await restored.snapshot()).ledger.reasons == {"requeued": 1, "expired": 1}
+    await restored.drop((await restored.admit(4)).group, reason=Drop(DropKind.EXPIRED, "x"))
+    assert (await restored.snapshot()).ledger.reasons == {DropKind.REQUEUED: 1, DropKind.EXPIRED: 1}
 
 
 async def test_tokens_of_a_failed_rollout_are_masked():
@@ -161,7 +162,7 @@ async def check(drive, *, max_requeues):
     assert closes(snapshot)
     assert snapshot.ready + snapshot.open <= drive.queue._policy.max_outstanding
     starts = Counter(admission.prompt for admission in drive.admissions.values())
-    requeued = snapshot.ledger.reasons.get("requeued", 0)
+    requeued = snapshot.ledger.reasons.get(DropKind.REQUEUED, 0)
     assert requeued == starts.total() - len(starts) + len(snapshot.waiting)
     assert max(starts.values(), default=0) <= 1 + max_requeues
     live = [admission.prompt for admission in snapshot.unfinished]

@@ -6,12 +6,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from message_queue.contract import Admission, QueueClosed, QueueError, QueueSnapshot
+from message_queue.contract import Admission, QueueSnapshot
+from message_queue.errors import ContractError, QueueClosed, QueueError, StalenessError
 from message_queue.heads import head_of
-from message_queue.policies import StalenessError, WaitPolicy
-from message_queue.tokens import ContractError, StopReason
+from message_queue.ledger import Drop, DropKind
+from message_queue.policies import WaitPolicy
+from message_queue.tokens import StopReason
 from tests.helpers.groups import group_for, head_for, segment, trajectory
 from tests.helpers.queue_runs import make_queue
+
+WHY = Drop(DropKind.ROLLOUT_FAILED, "boom")
 
 
 async def waits(awaitable) -> asyncio.Task:
@@ -116,7 +120,7 @@ async def test_put_of_a_group_dropped_meanwhile_is_refused():
     admissions = await admit_many(queue, 3)
     await put_all(queue, admissions[:2])
     twice = [await waits(queue.put(head_for(admissions[2]))) for _ in range(2)]
-    await queue.drop(admissions[2].group, reason="cancelled")
+    await queue.drop(admissions[2].group, reason=WHY)
     await queue.take()
     for waiting in twice:
         with pytest.raises(QueueError, match="group 2"):
@@ -137,8 +141,7 @@ async def test_queue_refuses_unknown_groups_and_heads_that_do_not_match():
     admission = await queue.admit(0)
     for error, wrong in (
         (QueueError, queue.put(head_for(replace(admission, group=5)))),
-        (QueueError, queue.drop(5, reason="x")),
-        (QueueError, queue.drop(admission.group, reason="")),
+        (QueueError, queue.drop(5, reason=WHY)),
         (ContractError, queue.put(head_for(replace(admission, admitted_update=3)))),
         (ContractError, queue.put(head_for(admission, versions=(4,)))),
         (ContractError, queue.put(head_for(admission, versions=(1, 0)))),  # older than its admission
@@ -175,12 +178,12 @@ async def test_drop_ends_an_open_group_and_makes_room():
     queue = make_queue(s=0, b=1)
     admission = await queue.admit(0)
     waiting = await waits(queue.admit(1))
-    assert await queue.drop(admission.group, reason="rollout failed: boom", segments=1, tokens=4)
+    assert await queue.drop(admission.group, reason=WHY, segments=1, tokens=4)
     assert (await waiting).group == 1
-    assert not await queue.drop(admission.group, reason="again")
+    assert not await queue.drop(admission.group, reason=WHY)
     snapshot = await queue.snapshot()
     assert (snapshot.open, snapshot.ledger.dropped_tokens, snapshot.ledger.error) == (1, 4, 0)
-    assert snapshot.ledger.reasons == {"rollout failed": 1}
+    assert snapshot.ledger.reasons == {DropKind.ROLLOUT_FAILED: 1}
 
 
 async def test_policy_drop_gives_up_groups_that_expired_while_open_or_put():
@@ -199,7 +202,7 @@ async def test_policy_drop_gives_up_groups_that_expired_while_open_or_put():
     await waits(queue.wait_expired(known={3}))
     assert (await queue.put(head_for(admissions[3]))) is not None
     snapshot = await queue.snapshot()
-    assert (snapshot.ledger.dropped, snapshot.ledger.reasons, snapshot.ledger.error) == (2, {"expired": 2}, 0)
+    assert (snapshot.ledger.dropped, snapshot.ledger.reasons, snapshot.ledger.error) == (2, {DropKind.EXPIRED: 2}, 0)
 
 
 async def test_close_wakes_every_waiter_and_counts_the_groups_left():
@@ -218,7 +221,7 @@ async def test_close_wakes_every_waiter_and_counts_the_groups_left():
     with pytest.raises(QueueClosed, match="2 groups stay open"):
         await queue.take()
     await queue.trained([0, 1], train_step=1)
-    assert await queue.drop(fourth.group, reason="stopped")
+    assert await queue.drop(fourth.group, reason=WHY)
     total = (await queue.closing_records(0))[-1]
     assert (total["open"], total["error"]) == (1, 0)
 
@@ -262,7 +265,7 @@ async def test_records_come_again_until_the_caller_confirms_them():
     queue = make_queue(s=3, b=1)
     for prompt in range(3):
         admission = await queue.admit(prompt)
-        await queue.drop(admission.group, reason="rollout failed")
+        await queue.drop(admission.group, reason=WHY)
     assert [record["group"] for record in await queue.records_after(0)] == [0, 1, 2]
     assert [record["group"] for record in await queue.records_after(0)] == [0, 1, 2]
     assert [record["group"] for record in await queue.records_after(2)] == [2]
@@ -284,7 +287,7 @@ async def test_a_call_cancelled_at_any_await_changes_nothing(call, yields, conte
         "wait_expired": (queue.wait_expired,),
     }
     unblocked_by = {
-        "admit": lambda: queue.drop(admissions[3].group, reason="room"),
+        "admit": lambda: queue.drop(admissions[3].group, reason=WHY),
         "put": queue.take,
         "take": lambda: queue.put(head_for(admissions[2])),
     }

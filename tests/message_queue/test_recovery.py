@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from message_queue.contract import QueueSnapshot
-from message_queue.recovery import EXPIRED
-from message_queue.sqlite_file import JournalMismatch
+from message_queue.errors import JournalMismatch
+from message_queue.ledger import Drop, DropKind
+from message_queue.recovery import TOO_MANY
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, reopened
 
@@ -63,8 +64,8 @@ async def test_groups_without_a_batch_within_the_bound_are_requeued(tmp_path):
     queue, journal, restored = await opened(tmp_path, s=0)
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5))
     counts = (await queue.snapshot()).ledger
-    assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {"requeued": 4})
-    assert {r["reason"] for r in await queue.records_after(0)} == {EXPIRED}
+    assert (counts.error, counts.dropped, counts.reasons) == (0, 4, {DropKind.REQUEUED: 4})
+    assert {r["reason"] for r in await queue.records_after(0)} == {str(TOO_MANY)}
     await journal.close()
     restored, _ = await reopened(tmp_path, s=0)
     assert (restored.live, restored.waiting) == ({0, 1}, (2, 3, 4, 5)), "until they are admitted"
@@ -106,7 +107,7 @@ async def test_a_new_journal_starts_from_nothing(tmp_path, checkpoint):
 async def test_a_requeued_prompt_survives_kills(tmp_path):
     options = {"s": 0, "b": 1, "policy": "recycle"}
     queue, journal, _ = await opened(tmp_path, **options)
-    assert await queue.drop((await queue.admit(0)).group, reason="expired: too slow", tokens=5, expired=True)
+    assert await queue.drop((await queue.admit(0)).group, reason=Drop(DropKind.EXPIRED, "too slow"), tokens=5)
     await journal.close()
     restored, snapshot = await reopened(tmp_path, **options)
     assert (restored.waiting, snapshot.requeues, restored.prompt_cursor) == ((0,), {0: 1}, 1)
@@ -122,7 +123,7 @@ async def test_a_requeued_prompt_survives_kills(tmp_path):
 async def test_a_trained_prompt_keeps_its_requeues_until_a_checkpoint(tmp_path):
     options = {"s": 0, "b": 1, "policy": "recycle"}
     queue, journal, _ = await opened(tmp_path / "a", **options)
-    await queue.drop((await queue.admit(0)).group, reason="expired: too slow", tokens=5, expired=True)
+    await queue.drop((await queue.admit(0)).group, reason=Drop(DropKind.EXPIRED, "too slow"), tokens=5)
     await queue.put(head_for(await queue.admit(0)))
     await queue.trained([g.group for g in (await queue.take()).groups], train_step=1)
     assert (await queue.snapshot()).requeues == {}, "a checkpoint of this step never admits the prompt again"
@@ -190,7 +191,7 @@ async def test_a_changed_setting_is_refused_while_groups_are_in_flight(tmp_path)
     with pytest.raises(JournalMismatch, match=r"staleness\.max_staleness"):
         await opened(tmp_path, settings=new)
     queue, journal, _ = await opened(tmp_path, settings={"staleness.max_staleness": 1})
-    await queue.drop(group, reason="stopped")
+    await queue.drop(group, reason=Drop(DropKind.ROLLOUT_FAILED, "why"))
     await journal.close()
     restored, _ = await reopened(tmp_path, settings=new)
     assert not restored.began

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import ContractError
 from tests.helpers.groups import sets_of, support_of
 
 IDS = st.one_of(st.integers(0, 200), st.integers(0, 2**31 - 1))

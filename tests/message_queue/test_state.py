@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from message_queue.contract import Admission, QueueError
+from message_queue.contract import Admission
+from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Loaded, Published, Ready, Taken, Trained
 from message_queue.journal import EventJournal
+from message_queue.ledger import Drop, DropKind
 from message_queue.queue import TrajectoryQueue
 from message_queue.state import QueueState, StoredState
 from tests.helpers.groups import head_for
@@ -57,7 +59,8 @@ class StateAgainstModel(RuleBasedStateMachine):
     def drop(self, data, tokens, requeue):
         group = data.draw(st.sampled_from(self.of("open", "ready", "taken")))
         entry = self.groups[group]
-        self.state.apply(Dropped(group=group, reason="why: because", tokens=tokens, requeue=requeue))
+        kind = DropKind.REQUEUED if requeue else DropKind.ROLLOUT_FAILED
+        self.state.apply(Dropped(group=group, reason=Drop(kind, "why"), tokens=tokens))
         entry[2] = tokens if entry[0] == "open" else entry[2]
         entry[0] = "dropped"
         self.requeued += [entry[1].prompt] * requeue
@@ -104,8 +107,7 @@ class StateAgainstModel(RuleBasedStateMachine):
         gone = [len(self.groups), *self.of("dropped", "trained")]
         group = data.draw(st.sampled_from(gone))
         wrong = [
-            Dropped(group=group, reason="late"),
-            Dropped(group=group, reason=""),
+            Dropped(group=group, reason=Drop(DropKind.EXPIRED, "late")),
             Taken(groups=(group,), update=self.batches, masked=(0,)),
             Taken(groups=(), update=self.batches + 1, masked=()),
             Trained(groups=(group,), train_step=self.step + 1, tokens=(0,)),
@@ -141,7 +143,7 @@ class StateAgainstModel(RuleBasedStateMachine):
         counts = snapshot.ledger
         assert (counts.error, counts.token_error) == (0, 0)
         assert (counts.admitted, counts.trained) == (len(self.groups), len(self.of("trained")))
-        assert (counts.dropped, counts.reasons.get("why", 0)) == (len(self.of("dropped")),) * 2
+        assert (counts.dropped, sum(counts.reasons.values())) == (len(self.of("dropped")),) * 2
         assert counts.trained_tokens == self.gradient
         assert counts.open_tokens == sum(self.groups[g][2] for g in self.of("ready", "taken"))
         assert set(state.versions) >= {e[1].admitted_version for e in map(self.groups.get, self.of("open", "ready"))}

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, WeightVersion
+from message_queue.errors import ContractError
+from message_queue.tokens import RoutedExperts, RoutingSpec, WeightVersion
 from tests.helpers.groups import SPEC, routed, segment, support_of
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from message_queue.errors import ContractError
 from message_queue.heads import head_of
 from message_queue.routing_rows import NOT_ROUTED
-from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory

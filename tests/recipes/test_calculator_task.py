@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion
-from agent_loop.tools.tool import ToolError
+from message_queue.errors import ToolError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.calculator import Calculator, LatencyConfig, calculate

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from agent_loop.engine import SamplingConfig
-from agent_loop.loop import RolloutError, TurnLimits
+from agent_loop.loop import TurnLimits
 from agent_loop.tools.tool import PauseGate
 from async_rl.rollout.task import TaskConfig, build_task
+from message_queue.errors import RolloutError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, make_engine, sampled_text, text_of, turn

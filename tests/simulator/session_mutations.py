@@ -3,13 +3,13 @@
 import asyncio
 from dataclasses import replace
 
-from agent_loop.loop import RolloutError, StateLostError
 from agent_loop.programs.endpoint.host import EndedHandle
 from agent_loop.programs.program import ProgramLoop
 from agent_loop.programs.session import AgentSession
 from async_rl.rollout.content.reader import read_groups
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.trainer.batch.training_batch import training_batch
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import SequenceBranch
 from tests.simulator.defects import defect

@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from agent_loop.engine import ReplicaLostError
 from async_rl.cluster.queue import QueueUnavailable
 from async_rl.cluster.trainer import TrainerLostError
 from async_rl.controller.recovery import _lost_part
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.replica import DeliveryError
 from async_rl.simulator.virtual_time import run_in_virtual_time
+from message_queue.errors import ReplicaLostError
 
 
 def test_replica_lost_while_a_call_times_out_is_lost_once():

@@ -2,8 +2,9 @@
 
 import asyncio
 
-from agent_loop.boundary import OvertimeError, boundary, call_function
+from agent_loop.boundary import boundary, call_function
 from async_rl.rollout.rollouter import Rollouter
+from message_queue.errors import OvertimeError
 from tests.simulator.defects import defect
 
 CANCELS = ("reward lets out a cancel", "tool lets out a cancel", "agent lets out a cancel")

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import aiohttp
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes, weight_files
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
@@ -45,7 +45,8 @@ from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import check_update, first_load, reported_load, staged_load
 from async_rl.weights.model_info import ModelInfo, is_carried
 from async_rl.weights.transport import WeightUpdate, readable_by_ranks
-from message_queue.tokens import ContractError, TokenOutput, WeightVersion
+from message_queue.errors import AnswerError, ContractError, EngineError
+from message_queue.tokens import TokenOutput, WeightVersion
 
 __all__ = ["SglangBackend", "SglangConfig", "SglangReplica", "check_engine", "start_sglang"]
 

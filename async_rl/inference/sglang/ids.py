@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from agent_loop.engine import EngineError
+from message_queue.errors import EngineError
 
 
 class PrefixFreeIds:

@@ -22,9 +22,9 @@ from async_rl.inference.checks import (
 from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.inference.spans import cut_into_segments
 from async_rl.weights.model_info import ModelInfo
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
-    ContractError,
     Float32Array,
     Int32Array,
     RoutedExperts,

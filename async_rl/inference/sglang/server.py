@@ -17,7 +17,6 @@ from typing import Any
 
 import aiohttp
 
-from agent_loop.engine import EngineError
 from async_rl.inference.nodes import NodePlace, NodeProcess, reserve_port
 from async_rl.inference.sglang.config import (
     SGLANG_VERSION,
@@ -26,6 +25,7 @@ from async_rl.inference.sglang.config import (
     server_arguments,
     server_environment,
 )
+from message_queue.errors import EngineError
 
 LOOPBACK = "127.0.0.1"
 CONNECT_S = 0.2  # between two attempts to reach a starting server

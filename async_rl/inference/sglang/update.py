@@ -14,7 +14,7 @@ from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.transport import UpdateError, WeightUpdate
-from message_queue.tokens import ContractError
+from message_queue.errors import ContractError
 
 REPORTED = "loaded by rank: "  # marks the plugin's report in the server's answer; see `plugin/`
 NOT_STAGED = "not yet"  # the plugin's answer until all ranks have staged a version

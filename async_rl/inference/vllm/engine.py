@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from agent_loop.engine import EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.checkpoint_weights import published_shapes, tensor_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
 from async_rl.inference.loads import RankLoad, first_weights
@@ -40,7 +40,8 @@ from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.model_info import CheckpointError, is_carried
 from async_rl.weights.transport import UpdateError, WeightUpdate, readable_by_ranks
-from message_queue.tokens import ContractError, RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.errors import ContractError, EngineError, ReplicaLostError
+from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
     from vllm import SamplingParams

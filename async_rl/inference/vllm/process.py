@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from agent_loop.engine import EngineError
 from async_rl.inference.vllm.plugin import run_coordinator, run_engine
+from message_queue.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

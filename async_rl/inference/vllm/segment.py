@@ -13,9 +13,9 @@ from async_rl.compat import FORCED_EXPERTS
 from async_rl.inference.checks import check_segments, kept_tokens, moe_rows, numbers, rows_shape, sampled_tokens
 from async_rl.inference.spans import cut_into_segments
 from async_rl.weights.model_info import ModelInfo
+from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
-    ContractError,
     Float32Array,
     Int32Array,
     RoutedExperts,

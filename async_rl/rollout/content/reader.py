@@ -36,8 +36,9 @@ import numpy as np
 from async_rl.rollout.content.format import IndexRow, data_path, decode, index_run, row_checksum
 from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from message_queue.contract import Admission
-from message_queue.sqlite_file import JournalBroken, JournalMismatch, connect, disk_error, disk_errors
-from message_queue.tokens import ContractError, RoutingSpec, TokenOutput
+from message_queue.errors import ContractError, JournalBroken, JournalMismatch
+from message_queue.sqlite_file import connect, disk_error, disk_errors
+from message_queue.tokens import RoutingSpec, TokenOutput
 from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
 
 _ALL = -1  # a position before every record

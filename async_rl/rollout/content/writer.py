@@ -30,7 +30,8 @@ from async_rl.rollout.content.format import (
     row_checksum,
 )
 from async_rl.rollout.content.records import RolloutRecord
-from message_queue.sqlite_file import JournalBroken, JournalBusy, JournalError, connect, disk_errors, stamp
+from message_queue.errors import JournalBroken, JournalBusy, JournalError
+from message_queue.sqlite_file import connect, disk_errors, stamp
 
 FILE_BYTES = 64 << 20  # of a data file, after which a new one is started
 MAX_PARTS = 1024  # buffers in one call to the operating system (IOV_MAX of Linux)

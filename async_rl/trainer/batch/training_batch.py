@@ -23,20 +23,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.trainer.batch.advantage import Advantages, BatchRewards
+from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
-from message_queue.training_sequence import BoolArray, SampledRun, TrainingSequence
+from message_queue.training_sequence import BoolArray, Content, GroupContent, SampledRun, TrainingSequence
 
 Int64Array = NDArray[np.int64]
 
 
-class BatchError(ValueError):
+class BatchError(AsyncRLError, ValueError):
     """Trajectories cannot form a batch, or their routing rows cannot be replayed; the message names the fault."""
 
 
@@ -79,8 +80,8 @@ class TrainingBatch:
     With min_update=5 the first row has num_loss_tokens 0 and informative False.
     """
 
-    contents: Sequence[Any]
-    """[G], the GroupContent of each group or a reference to it; None if this process does not need it."""
+    contents: Sequence[Content]
+    """[G], the content of each group or a reference to it; empty if this process does not need it."""
     index: Int64Array
     """int64 [S, 3], indices of the content: group in `contents`, trajectory in the group, sequence in the
     trajectory."""
@@ -121,6 +122,10 @@ class TrainingBatch:
         """Number of trajectories that did not fail."""
         return int(self.trajectory.max()) + 1
 
+    def content(self, group: int) -> GroupContent:
+        """Content of a group that this process has fetched."""
+        return cast(GroupContent, self.contents[group])
+
     def sequence(self, number: int) -> TrainingSequence:
         """Content of sequence `number`.
 
@@ -128,7 +133,7 @@ class TrainingBatch:
             BatchError: its length differs from `lengths`.
         """
         group, trajectory, at = self.index[number].tolist()
-        sequence: TrainingSequence = self.contents[group][trajectory][at]
+        sequence = self.content(group)[trajectory][at]
         if len(sequence) != self.lengths[number]:
             raise BatchError(
                 f"sequence {at} of trajectory {trajectory} of group {group} of the batch has {len(sequence)} tokens, "
@@ -192,7 +197,7 @@ class TrainingBatch:
 
 def training_batch(
     heads: Sequence[GroupHead],
-    contents: Sequence[Any],
+    contents: Sequence[Content],
     *,
     advantages: Advantages,
     current_update: int,
@@ -206,7 +211,7 @@ def training_batch(
 
     Args:
         heads: [G].
-        contents: [G], GroupContent of each group or a reference to it.
+        contents: [G], content of each group or a reference to it.
         advantages: of the trajectories that did not fail, in the order of `batch_rewards`.
         current_update, version_updates, min_update, retained_kv: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.

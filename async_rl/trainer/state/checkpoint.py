@@ -28,13 +28,14 @@ from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.shards import CopiedShards, copy_shards, read_shards, stored_files, write_shards
 from async_rl.weights.pretrained import sampled_digest
+from message_queue.errors import AsyncRLError
 
 Value = TypeVar("Value")
 FORMAT = 3
 _MANIFEST = "trainer.json"
 
 
-class TrainerCheckpointError(ValueError):
+class TrainerCheckpointError(AsyncRLError, ValueError):
     """A checkpoint cannot be restored; the message names the folder and a fix."""
 
 

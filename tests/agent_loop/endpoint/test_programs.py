@@ -17,12 +17,13 @@ import pytest
 import torch
 
 from agent_loop.chat import Chat
-from agent_loop.engine import EngineError, SamplingConfig
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError, TurnLimits
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.program import ModelAccess, ProgramLoop, command, external
+from message_queue.errors import EngineError, RolloutError, StateLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer

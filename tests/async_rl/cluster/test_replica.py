@@ -5,10 +5,11 @@ import asyncio
 import numpy as np
 import pytest
 
-from agent_loop.engine import EngineError, GenerateRequest
+from agent_loop.engine import GenerateRequest
 from async_rl.cluster import replica
 from async_rl.cluster.batching import Call
 from async_rl.cluster.replica import ReplicaHost
+from message_queue.errors import EngineError
 from tests.helpers.fakes import FakeEngine, SeededScript
 
 

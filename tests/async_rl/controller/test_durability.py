@@ -173,7 +173,7 @@ def test_a_record_file_without_its_end_is_reported(tmp_path, name, cut):
     assert [name in note for note in notes] == [True] * bool(missing)
     assert len(ledger) == STEPS
     for line in ledger[STEPS - missing :] if name == "ledger.jsonl" else ():
-        assert (line["outcome"], line["reason"]) == ("dropped", RECORD_LOST)
+        assert (line["outcome"], line["reason"]) == ("dropped", str(RECORD_LOST))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_only_records_of_this_run_and_its_checkpoint_are_missing(tmp_path):
     assert resumed(tmp_path, next_group=0, trained=None) == ([], []), "the records are of another run"
     recorded(tmp_path)
     notes, ledger = resumed(tmp_path, next_group=STEPS + 1)
-    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == ENDED_UNRECORDED
+    assert ["ledger.jsonl" in note for note in notes] == [True] and ledger[-1]["reason"] == str(ENDED_UNRECORDED)
 
 
 async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_path):

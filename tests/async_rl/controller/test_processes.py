@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
 from safetensors.torch import load_file
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.cluster.queue import QueueClient, QueueUnavailable
 from async_rl.cluster.trainer import TrainerLostError
 from async_rl.cluster.worker import WorkerClient
@@ -23,6 +22,7 @@ from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.weights.model_info import is_quantized
+from message_queue.errors import EngineError, ReplicaLostError
 from tests.helpers import tiny_models
 
 

@@ -72,6 +72,8 @@ def failed(group):
         prompt_index=group + 10,
         admitted_version=3,
         error="ValueError: no \u2028 number (/a/b.py:12 in exact)",
+        error_kind="ValueError",
+        error_line="/a/b.py:12 in exact",
         tokens=7,
         prompt="1+1",
         turns=[{"text": "2", "tool_calls": [], "reply": ""}],

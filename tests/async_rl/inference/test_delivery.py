@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.replica import DeliveryError
 from async_rl.inference.stub import InProcess
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.transport import Source, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 from message_queue.tokens import WeightVersion
 
 TRAINER = (Source("trainer:1", (0, 1)),)

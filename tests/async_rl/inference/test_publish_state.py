@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from agent_loop.engine import EngineError
 from async_rl.inference.publish_state import Phase, PublishState
+from message_queue.errors import EngineError
 from message_queue.tokens import WeightVersion
 
 SEVEN = WeightVersion(7, "d7")

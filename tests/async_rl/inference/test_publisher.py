@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from agent_loop.tools.tool import PauseGate
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
@@ -19,6 +18,7 @@ from async_rl.inference.replica import DeliveryError
 from async_rl.inference.stub import InProcess
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.weights.transport import Source, WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 from message_queue.tokens import WeightVersion
 from tests.helpers.fakes.rollouts import RolloutsHere
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference import replica as replica_module
 from async_rl.inference.checks import weight_label
 from async_rl.inference.loads import RankLoad
@@ -17,7 +17,8 @@ from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.group import UNDELIVERED
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import Direct, Seat, Source, UpdateError, WeightUpdate
-from message_queue.tokens import ContractError, StopReason, TokenOutput, WeightVersion
+from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
+from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
 FIRST, SECOND = WeightVersion(0, "a"), WeightVersion(1, "b")

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
+from message_queue.errors import AnswerError, EngineError, ReplicaLostError
 from tests.agent_loop.test_decoder import STOP, decoded
 from tests.helpers.fakes import FakeEngine, Interruption, SeededScript, true_rows
 from tests.helpers.fakes.rollouts import RolloutsHere

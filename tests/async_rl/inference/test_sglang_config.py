@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_loop.engine import EngineError
 from async_rl.inference.loads import RankLoad
 from async_rl.inference.sglang.config import CPU_PATH, OWN_VARIABLES, PLUGIN_PATH, server_arguments, server_environment
 from async_rl.inference.sglang.engine import SglangConfig, start_sglang
 from async_rl.inference.sglang.server import check_version, interpreter
 from async_rl.inference.sglang.update import HOOKS, NOT_STAGED, REPORTED, first_load, reported_load, staged_load
-from message_queue.tokens import ContractError
+from message_queue.errors import ContractError, EngineError
 from tests.async_rl.inference.test_serving import QWEN, check, checkpoint
 
 

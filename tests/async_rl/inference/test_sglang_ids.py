@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.engine import EngineError
 from async_rl.inference.sglang.ids import PrefixFreeIds
+from message_queue.errors import EngineError
 
 
 @given(st.lists(st.text("ab.", min_size=1, max_size=5)))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.spans import continued, cut_into_segments, joined
-from message_queue.tokens import ContractError, RoutedExperts, RoutingSpec, StopReason, WeightVersion
+from message_queue.errors import ContractError
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.groups import sets_of, support_of
 

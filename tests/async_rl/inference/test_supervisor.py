@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.engine import EngineError, ReplicaLostError
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import ReplicaStats
@@ -21,6 +20,7 @@ from async_rl.rollout.worker import LostReplica
 from async_rl.run import causes
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.weights.transport import WeightUpdate
+from message_queue.errors import EngineError, ReplicaLostError
 from message_queue.tokens import WeightVersion
 from tests.helpers.fakes.rollouts import RolloutsHere
 

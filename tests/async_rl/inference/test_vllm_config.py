@@ -6,10 +6,10 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from agent_loop.engine import EngineError
 from async_rl.inference.vllm import plugin as vllm_plugin
 from async_rl.inference.vllm.config import OWN_VARIABLES, VllmConfig, engine_args, engine_environment
 from async_rl.inference.vllm.engine import start_vllm
+from message_queue.errors import EngineError
 from tests.async_rl.inference.test_serving import QWEN, check, checkpoint
 
 DEEPSEEK = {**QWEN, "model_type": "deepseek_v3", "kv_lora_rank": 512, "first_k_dense_replace": 1}

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as Terminal
 
+from agent_loop.user_errors import Failure
 from async_rl.files.rollouts import FOLDER, write_step
 from async_rl.metrics.console import _COLUMNS, LiveView, RunConsole
 from async_rl.metrics.curves import draw_curves
@@ -28,6 +29,7 @@ from async_rl.metrics.report import PANELS, RECENT, read_run
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
 from message_queue.heads import head_of
+from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.groups import SPEC, routed, segment, trajectory
@@ -197,10 +199,11 @@ def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
     console = SimpleNamespace(note=lambda text, *, level: shown.append((level, text)), close=lambda: None)
     recorder = Recorder(tmp_path, console=console)
     for i in range(100):
-        recorder.warn_once(f"rollout g{i}-t1 failed: ValueError: bad {chr(97 + i % 26)} (/a/mine.py:12 in exact)")
-    recorder.warn_once("rollout g1-t1 failed: ValueError: bad (/a/mine.py:13 in exact)")
-    recorder.warn_once("prompt 5 has 300 tokens")
-    recorder.warn_once("prompt 6 has 301 tokens")
+        text = f"rollout g{i}-t1 failed: bad {chr(97 + i % 26)}"
+        recorder.warn_once(Failure(kind="ValueError", line="/a/mine.py:12 in exact", text=text))
+    recorder.warn_once(Failure(kind="ValueError", line="/a/mine.py:13 in exact", text="rollout g1-t1 failed: bad"))
+    recorder.warn_once(Failure(kind="PromptError", line="", text="prompt 5 has 300 tokens"))
+    recorder.warn_once(Failure(kind="PromptError", line="", text="prompt 6 has 301 tokens"))
     recorder.close()
     assert {level for level, _ in shown} == {logging.WARNING}
     assert [text.partition(":")[0] for _, text in shown] == [
@@ -275,11 +278,13 @@ def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp
 
 def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_path):
     record(tmp_path)
-    lines = [("dropped", "rollout failed: prompt 1: no", 5), ("dropped", "expired: x", 1), ("trained", None, 7)]
-    lines.append(("dropped", "rollout failed: prompt 2: no", 6))
+    failed = [Drop(DropKind.ROLLOUT_FAILED, f"prompt {number}: no") for number in (1, 2)]
+    lines = [("dropped", failed[0], 5), ("dropped", Drop(DropKind.EXPIRED, "x"), 1), ("dropped", failed[1], 6)]
     with (tmp_path / "ledger.jsonl").open("a") as file:
-        for outcome, reason, tokens in lines:
-            file.write(json.dumps({"outcome": outcome, "reason": reason, "tokens": tokens}) + "\n")
+        for outcome, drop, tokens in lines:
+            line = {"outcome": outcome, "kind": drop.kind, "reason": str(drop), "tokens": tokens}
+            file.write(json.dumps(line) + "\n")
+        file.write(json.dumps({"outcome": "trained", "kind": None, "reason": None, "tokens": 7}) + "\n")
     rows = [(7, 0, 0.5, "stop"), (7, 1, -2.0, "stop"), (8, 0, 9.0, "error"), (8, 1, 3.5, "length")]
     columns = zip(*rows, strict=True)
     table = pa.table(dict(zip(("group", "trajectory", "reward", "stop_reason"), map(list, columns), strict=True)))

@@ -14,6 +14,7 @@ from async_rl.metrics.registry import METRICS, of_layer
 from async_rl.metrics.trace import Trace
 from async_rl.report import main as report
 from async_rl.view import main as view
+from message_queue.ledger import Drop, DropKind
 from tests.async_rl.metrics.test_observe import Null, validated
 from tests.async_rl.metrics.test_viewer import failed, row, write
 from tests.helpers.chromium import CHROMIUM, browser
@@ -43,8 +44,8 @@ def make_run(directory, *, lr, shift=0.0):
     record_steps(recorder, range(1, STEPS + 1), shift=shift)
     for step in (0, STEPS):
         recorder.validation(step, validated(0.25 + step / 10))
-    reason = f"rollout failed: prompt 3: {ERROR} {HOSTILE}"
-    recorder.ledger([{"group": 3, "outcome": "dropped", "reason": reason, "tokens": 12}])
+    drop = Drop(DropKind.ROLLOUT_FAILED, f"prompt 3: {ERROR} {HOSTILE}")
+    recorder.ledger([{"group": 3, "outcome": "dropped", "kind": drop.kind, "reason": str(drop), "tokens": 12}])
     recorder.close()
     record_start(directory, command=f"python -m async_rl.run optimizer.lr={lr}", train_step=0)
     (directory / "config.yaml").write_text(yaml.safe_dump({"optimizer": {"lr": lr}, "output_dir": LONG}))
@@ -52,8 +53,8 @@ def make_run(directory, *, lr, shift=0.0):
     write(directory, 4, [row(4, 1, 0), row(4, 1, 1, tokens=0), row(4, 2, 1, tokens=9), row(4, 2, 5)])
     write(directory, 6, [row(6, 3, 0), row(6, 3, 0, tokens=7, path=1, agent="critic")])
     records = FailedRollouts(directory / FOLDER, config=RecordConfig())
-    records.add(failed(1, 1, error=ERROR), train_step=3)
-    records.add(failed(9, 0, error="PromptError: too long"), train_step=3)
+    records.add(failed(1, 1, error=ERROR, kind="RewardError", line=f"/a/{LONG}own.py:7 in score"), train_step=3)
+    records.add(failed(9, 0, error="PromptError: too long", kind="PromptError"), train_step=3)
 
 
 @pytest.fixture

@@ -151,13 +151,15 @@ def test_chunks_hold_the_values_of_each_token(run):
     ]
 
 
-def failed(group, number, *, error):
+def failed(group, number, *, error, kind="KeyError", line=""):
     return FailedRollout(
         group=group,
         trajectory=number,
         prompt_index=0,
         admitted_version=0,
         error=error,
+        error_kind=kind,
+        error_line=line,
         tokens=11,
         prompt=f"prompt of {group}",
         turns=[{"text": "said", "tool_calls": [], "reply": "seen"}],
@@ -166,12 +168,11 @@ def failed(group, number, *, error):
 
 def test_failed_rollouts_complete_their_rows_or_are_rows_of_their_own(run):
     records = FailedRollouts(run / FOLDER, config=RecordConfig())
-    key = "KeyError: 'unit' (/a/own.py:{} in score)"
-    records.add(failed(1, 1, error=key.format(7)), train_step=2)  # of a group that was trained at step 4
-    records.add(failed(9, 0, error=key.format(7)), train_step=2)
-    of_reward = f"RewardError: reward exact of prompt 8 failed: {key.format(12)}"
-    records.add(failed(8, 0, error=of_reward), train_step=2)
-    records.add(failed(10, 2, error="EngineTimeout: slow"), train_step=4)
+    key, place = "KeyError: 'unit' (/a/own.py:7 in score)", "/a/own.py:{} in score"
+    records.add(failed(1, 1, error=key, line=place.format(7)), train_step=2)  # of a group that was trained at step 4
+    records.add(failed(9, 0, error=key, line=place.format(7)), train_step=2)
+    records.add(failed(8, 0, error="RewardError: no unit", line=place.format(12)), train_step=2)
+    records.add(failed(10, 2, error="EngineTimeout: slow", kind="EngineTimeout"), train_step=4)
     assert main([str(run)]) == 0
     meta, scripts = unpacked(run)
     rows = CHUNK_ROWS + 12

@@ -21,14 +21,15 @@ from async_rl.rollout.content.format import FORMAT
 from async_rl.rollout.content.reader import read_groups, remove_settled
 from async_rl.rollout.content.records import CallStarted, RolloutRecord
 from async_rl.rollout.content.writer import ContentWriter
-from message_queue.sqlite_file import (
+from message_queue.errors import (
+    ContractError,
     JournalBusy,
     JournalError,
     JournalFormatError,
     JournalMismatch,
     JournalUnwritable,
 )
-from message_queue.tokens import ContractError, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory

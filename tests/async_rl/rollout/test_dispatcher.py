@@ -6,6 +6,7 @@ import pytest
 
 from agent_loop.loop import Message, Prompt
 from agent_loop.timeline import TimeSpan
+from agent_loop.user_errors import Failure
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig
@@ -15,9 +16,11 @@ from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import LostReplica, RolledGroup
 from message_queue.contract import Admission
 from message_queue.heads import head_of
+from message_queue.ledger import Drop, DropKind
 from tests.helpers.fakes import FakeEngine, SeededScript
 from tests.helpers.groups import group_for
 
+TOO_OLD = Drop(DropKind.EXPIRED, "no batch is left for it")
 SCRIPT = SeededScript(0, vocab_size=40, stop_token=1, mean_length=8)
 
 
@@ -58,8 +61,8 @@ class FakeWorker(InProcess):
 
     async def cancel(self, group, *, reason):
         self._answer("cancel", group)
-        dropped = DroppedGroup(group=group, reason=reason, segments=0, lengths=(), expired=True)
-        self._ends[group].set_result((RolledGroup(outcome=dropped, generated=0), None))
+        dropped = DroppedGroup(group=group, reason=reason, segments=0, lengths=())
+        self._ends[group].set_result((RolledGroup(outcome=dropped, generated=0), ()))
 
     async def validate(self, prompts, *, number):
         self._answer("validate", [place for place, _ in prompts])
@@ -281,7 +284,7 @@ async def test_workers_follow_the_replicas_and_report_dead_ones():
         await turns()
         assert run.pool.lost == {"replica-0": "it died"}
         assert run.workers["worker-1"].calls[-1] == ("follow", ["replica-1"])
-        run.workers["worker-1"].reports.put_nowait("a rollout failed")
+        run.workers["worker-1"].reports.put_nowait(Failure(kind="ValueError", line="", text="a rollout failed"))
         await turns()
         assert run.notes == ["a rollout failed"]
 
@@ -290,9 +293,9 @@ async def test_a_group_is_cancelled_at_the_worker_that_rolls_it_out():
     async with Started("worker-0", "worker-1") as run:
         rolls = [run.roll(group) for group in range(2)]
         await turns()
-        run.dispatcher.cancel(1, reason="expired")
-        run.dispatcher.cancel(9, reason="no worker has it")
+        run.dispatcher.cancel(1, reason=TOO_OLD)
+        run.dispatcher.cancel(9, reason=TOO_OLD)
         outcome, _ = await rolls[1]
-        assert (outcome.group, outcome.reason) == (1, "expired")
+        assert (outcome.group, outcome.reason) == (1, TOO_OLD)
         assert not rolls[0].done()
         rolls[0].cancel()

@@ -5,12 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent_loop.loop import Message, Prompt, RolloutError, StateLostError
+from agent_loop.loop import Message, Prompt
 from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
 from message_queue.contract import Admission
+from message_queue.errors import RolloutError, StateLostError
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory

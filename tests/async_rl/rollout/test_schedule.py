@@ -24,6 +24,7 @@ from async_rl.rollout.schedule_replay import ScheduleReplay
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.contract import Admission
 from message_queue.heads import head_of
+from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.groups import segment
@@ -229,7 +230,7 @@ def test_a_run_that_keeps_to_a_schedule_samples_and_trains_by_it(schedule, seed)
 def test_a_dropped_group_ends_a_run_that_keeps_to_a_schedule():
     schedule_replay = ScheduleReplay(RunSchedule([scheduled(0, ((0, 1),))]), session=name)
     with pytest.raises(ScheduleError, match=r"group 0.* too bad"):
-        schedule_replay.dropped(0, reason="too bad")
+        schedule_replay.dropped(0, reason=Drop(DropKind.ROLLOUT_FAILED, "too bad"))
 
 
 async def test_a_restart_resumes_within_the_spans_of_the_schedule():

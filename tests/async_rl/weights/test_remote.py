@@ -14,13 +14,13 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
-from agent_loop.engine import ReplicaLostError
 from async_rl.inference.replica import EngineReplica
 from async_rl.trainer.export import export_update
 from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.remote import RemoteError, driver_problem, list_names
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import MAX_DELTAS, Bases, UpdateError, base_of, remove_directory
+from message_queue.errors import ReplicaLostError
 from tests.async_rl.weights.test_store import PATTERNS, check, files, flip, truncate
 
 

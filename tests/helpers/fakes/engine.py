@@ -11,20 +11,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from agent_loop.engine import AnswerError, EngineError, GenerateRequest, ReplicaLostError
+from agent_loop.engine import GenerateRequest
 from async_rl.inference.replica import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
 from async_rl.inference.stub import InProcess
 from async_rl.weights.transport import Seat, Source, WeightUpdate
+from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import (
-    ContractError,
-    RoutedExperts,
-    RoutingSpec,
-    StopReason,
-    TokenOutput,
-    WeightVersion,
-)
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.helpers.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, fake_row, fake_weights
 
 
