@@ -47,7 +47,8 @@ from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.cluster.queue_client import QueueClient, start_queue
 from async_rl.cluster.rollout_workers import WorkerClient, addresses
 from async_rl.config import ClusterConfig, RunConfig, load_config
-from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
+from async_rl.controller.parts import RunParts
+from async_rl.controller.recovery import RecoveryLoop, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.recorder import Recorder
@@ -301,7 +302,7 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         if run.done():
             run.result()
         seen = await work
-        recovery.request_stop()
+        run_parts.request_stop()
         await run
         return seen
     finally:

@@ -71,9 +71,10 @@ class Evaluation:
                 weights_directory=None,
                 processes=out / "processes.json",
                 logs=logs,
+                console=console,
             )
             workers = processes.create_rollout_workers()
-            pool = ReplicaPool(await processes.start_engines(self._checkpoint, console), on_lost=console.warn)
+            pool = ReplicaPool(await processes.start_engines(self._checkpoint), on_lost=console.warn)
             await processes.start_rollout_workers(workers, pool)
             rollouts = Dispatcher(
                 workers,

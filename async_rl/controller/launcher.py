@@ -23,10 +23,11 @@ from async_rl.controller.checkpoints import Checkpoints, hold
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
+from async_rl.controller.parts import RunParts
 from async_rl.controller.preflight import check_run
 from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes, place_run
-from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
+from async_rl.controller.recovery import RecoveryLoop, supervised
 from async_rl.files.atomic_dir import make_folder
 from async_rl.files.command import prog
 from async_rl.files.owner import identity
@@ -126,6 +127,7 @@ class Launcher:
                 weights_directory=weights_directory,
                 processes=self._directory / "processes.json",
                 logs=logs,
+                console=console,
                 trace=trace,
             )
             async with asyncio.TaskGroup() as background:
@@ -162,7 +164,7 @@ class Launcher:
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
         workers = processes.create_rollout_workers() if self._schedule_replay.free else []
-        trainer, replicas, checkpoint = await processes.start(console)
+        trainer, replicas, checkpoint = await processes.start()
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.remove_updates(self._weights_directory)  # those of a killed run
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
@@ -172,7 +174,7 @@ class Launcher:
         recovery = RecoveryLoop(
             self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
         )
-        async with stop_on_interrupt(recovery.request_stop, note=recorder.note):
+        async with stop_on_interrupt(run_parts.request_stop, note=recorder.note):
             return await recovery.run(trainer)
 
     # ---- parts
@@ -206,8 +208,7 @@ class Launcher:
     def _weights_directory(self) -> Path | str:
         """Folder, or URL, where trainer ranks write published versions."""
         sync = self._config.sync
-        parent = sync.directory if sync.route == "folder" else Path("/dev/shm")
-        assert parent is not None
+        parent = (sync.directory if sync.route == "folder" else None) or Path("/dev/shm")
         here = f"{self._directory.resolve()} {identity(self._directory)}"  # other hosts may have the same path
         name = sha256(here.encode()).hexdigest()[:12]
         folder = f"async_rl-weights-{name}"

@@ -42,6 +42,7 @@ def prepare(
     advantage: AdvantageConfig,
     version_updates: Mapping[int, int],
     retained_kv: bool,
+    temperature: float = 1.0,
     updates_per_batch: int = 1,
     seed: int = 0,
 ) -> PreparedBatch:
@@ -54,7 +55,7 @@ def prepare(
         contents: [G], GroupContent of each group or a reference to it.
         advantage: how rewards become advantages.
         version_updates: `param_version` -> optimizer updates.
-        retained_kv: see TrainingBatch.
+        retained_kv, temperature: see TrainingBatch.
         updates_per_batch: number of mini-batches.
         seed: of the split; see `mini_batches_of`.
 
@@ -75,6 +76,7 @@ def prepare(
         version_updates=version_updates,
         min_update=batch.min_update,
         retained_kv=retained_kv,
+        temperature=temperature,
         mini_batches=mini_batches,
         rewards=rewards,
     )

@@ -14,7 +14,8 @@ from async_rl.cluster.clients import ReplicaAddress, ReplicaClient
 from async_rl.cluster.queue_client import QueueClient
 from async_rl.cluster.queue_host import QueueHost
 from async_rl.cluster.rollout_workers import WorkerClient, addresses, build_remote_worker
-from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
+from async_rl.controller.parts import RunParts
+from async_rl.controller.recovery import RecoveryLoop, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.replica import EngineReplica
@@ -91,7 +92,7 @@ class Run:
         publisher, supervisor = supervised(
             config, self.pool, rollouts=rollouts, start=self.replace_replica, note=self.recorder.warn
         )
-        run_parts = RunParts(
+        self.parts = RunParts(
             processes=self,
             publisher=publisher,
             replicas=supervisor,
@@ -104,7 +105,7 @@ class Run:
         )
         order = SimulatedTask(config.task.options, seed=config.seed)
         held_out = held_out_sets(order.validation_prompts(config.validation.prompts))
-        self.recovery = RecoveryLoop(config, run_parts, order=order, held_out=held_out, resume=resume)
+        self.recovery = RecoveryLoop(config, self.parts, order=order, held_out=held_out, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Launcher.run` does."""
@@ -157,19 +158,19 @@ class Run:
             asyncio.get_running_loop().call_later(seconds, self.processes[name].die, "killed")
         return successor
 
-    async def remove_worker(self, lost: Worker) -> None:
+    async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(LINGER_S)
-        for member in self.pool.live_or_none:
+        for member in pool.live_or_none:
             try:
-                async with self.pool.calling(member):
+                async with pool.calling(member):
                     await cast(ReplicaClient, member.replica).forget_client(lost.name)
             except EngineError:
                 self.processes[member.name].die("killed by the driver")
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerClient:
+    async def start_worker(self, *, slot: int, name: str, pool: ReplicaPool) -> WorkerClient:
         await asyncio.sleep(START_S)
-        await self.pool.serving()
+        await pool.serving()
         return self._worker(name)
 
     # ---- processes

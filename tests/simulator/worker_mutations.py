@@ -88,7 +88,7 @@ class RunWithoutAReplicaGoesOn(Supervisor):
 
 @defect("exactly once", kinds=DIES)
 class NewWorkerStoresNothing(Run):
-    async def start_worker(self, *, slot, name):
-        worker = await super().start_worker(slot=slot, name=name)
+    async def start_worker(self, **options):
+        worker = await super().start_worker(**options)
         worker.open = lambda place, *, writer: asyncio.sleep(0)
         return worker

@@ -105,6 +105,8 @@ class TrainingBatch:
     """Tokens sampled by weights with fewer optimizer updates are not in the loss."""
     retained_kv: bool = False
     """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
+    temperature: float = 1.0
+    """Sampling temperature of the tokens in the loss; logits are divided by it."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
     rewards: BatchRewards | None = None
@@ -199,6 +201,7 @@ def training_batch(
     version_updates: Mapping[int, int],
     min_update: int = 0,
     retained_kv: bool = False,
+    temperature: float = 1.0,
     mini_batches: Mapping[int, int] | None = None,
     rewards: BatchRewards | None = None,
 ) -> TrainingBatch:
@@ -208,7 +211,7 @@ def training_batch(
         heads: [G].
         contents: [G], GroupContent of each group or a reference to it.
         advantages: of the trajectories that did not fail, in the order of `batch_rewards`.
-        current_update, version_updates, min_update, retained_kv: see TrainingBatch.
+        current_update, version_updates, min_update, retained_kv, temperature: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
         rewards: see TrainingBatch.
 
@@ -248,6 +251,7 @@ def training_batch(
         version_updates=version_updates,
         min_update=min_update,
         retained_kv=retained_kv,
+        temperature=temperature,
         admitted_updates=[head.admitted_update for head in heads],
         rewards=rewards,
     )

@@ -87,8 +87,8 @@ def test_processes_report_a_process_without_a_log(tmp_path):
         weights_directory=tmp_path,
         processes=tmp_path / "processes.json",
         logs=tmp_path,
+        console=SimpleNamespace(note=lambda text, *, level: notes.append(text)),
     )
-    workers._console = SimpleNamespace(note=lambda text, *, level: notes.append(text))
     (tmp_path / "queue.log").touch()
     workers._name({"queue": 1, "replica-0": 2})
     (note,) = notes
