@@ -292,9 +292,10 @@ async def run_size(parts: Parts, size: Size, *, steps: int, directory: Path, met
         recorder=recorder,
         trace=trace,
         weights_directory=directory,
+        held_out={},
         schedule_replay=NoReplay(),
     )
-    recovery = RecoveryLoop(config, run_parts, order=parts.task, held_out={}, resume=Resume(config))
+    recovery = RecoveryLoop(config, run_parts, order=parts.task, resume=Resume(config))
     run = asyncio.create_task(recovery.run(parts.trainer))
     work = asyncio.create_task(Steps(parts, size, meter=meter).measure(steps=steps))
     try:

@@ -87,7 +87,6 @@ class Controller:
         queue: GroupQueue,
         contents: GroupContents,
         trainer: Trainer,
-        held_out: Mapping[str, Sequence[Prompt]],
         start: RunState,
         restored: Restored | None = None,
     ) -> None:
@@ -116,8 +115,9 @@ class Controller:
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._saves: asyncio.Queue[RunState] = asyncio.Queue(maxsize=1)
+        validate = partial(rollouts.validate, parts.held_out, samples=config.validation.samples)
         self._validations = ValidationSchedule(
-            partial(rollouts.validate, held_out, samples=config.validation.samples) if any(held_out.values()) else None,
+            validate if any(parts.held_out.values()) else None,
             every=config.validation.every,
             per_batch=per_batch,
             last=config.total_train_steps,

@@ -69,8 +69,7 @@ class Evaluation:
                 placement=await place_run(config, ranks=0, stack=stack, status=partial(console.phase, "Ray")),
                 stack=stack,
                 weights_directory=None,
-                processes=out / "processes.json",
-                logs=logs,
+                directory=out,
                 console=console,
             )
             workers = processes.create_rollout_workers()

@@ -125,8 +125,7 @@ class Launcher:
                 placement=placement,
                 stack=stack,
                 weights_directory=weights_directory,
-                processes=self._directory / "processes.json",
-                logs=logs,
+                directory=self._directory.resolve(),
                 console=console,
                 trace=trace,
             )
@@ -171,9 +170,7 @@ class Launcher:
         await processes.start_rollout_workers(workers, pool)
         run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)
         console.phase("workers", "first rollouts")
-        recovery = RecoveryLoop(
-            self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
-        )
+        recovery = RecoveryLoop(self._config, run_parts, order=self._order, resume=self._resume)
         async with stop_on_interrupt(run_parts.request_stop, note=recorder.note):
             return await recovery.run(trainer)
 
@@ -254,6 +251,7 @@ class Launcher:
             recorder=recorder,
             trace=trace,
             weights_directory=self._weights_directory,
+            held_out=self._held_out,
             schedule_replay=self._schedule_replay,
             probe=self._build_probe(pool, routing),
         )

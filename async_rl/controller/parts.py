@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from agent_loop.loop import Prompt
 from async_rl.controller.interfaces import GroupQueue, Trainer
 from async_rl.controller.probe import Probe
 from async_rl.inference.publisher import Publisher
@@ -49,6 +51,8 @@ class RunParts(Generic[T]):
     """Time spans of all processes."""
     weights_directory: Path | str
     """Folder of published versions, on the node of trainer rank 0, or its URL."""
+    held_out: Mapping[str, Sequence[Prompt]]
+    """Set of held-out prompts -> its prompts; see CheckedRun."""
     schedule_replay: NoReplay
     """Controls the timing of events; rollouts pass through it."""
     probe: Probe | None = None

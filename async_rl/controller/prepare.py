@@ -116,10 +116,8 @@ def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int
     return {int(group): number for number, part in enumerate(parts) for group in part}
 
 
-def recorded_groups(
-    heads: Sequence[GroupHead], *, trajectories: int, seed: int, train_step: int
-) -> RecordedGroups | None:
-    """Whole groups, at random, with at most `trajectories` trajectories together, but at least one; None for 0.
+def recorded_groups(heads: Sequence[GroupHead], *, trajectories: int, seed: int, train_step: int) -> RecordedGroups:
+    """Whole groups, at random, with at most `trajectories` trajectories together, but at least one; none for 0.
 
     The choice depends on the ids of the groups, not on their order, as `mini_batches_of`.
 
@@ -130,7 +128,7 @@ def recorded_groups(
         train_step: that the batch ends with.
     """
     if not trajectories:
-        return None
+        return RecordedGroups(train_step=train_step)
     order = sorted(range(len(heads)), key=lambda i: heads[i].group)
     shuffled = np.random.default_rng((abs(seed), train_step, 1)).permutation(order).tolist()
     counts = np.cumsum([len(heads[i].trajectories) for i in shuffled])

@@ -87,8 +87,8 @@ class Processes:
     Args:
         stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0, or its URL;
             None if there is no trainer.
-        processes: file that names the process of each, for whoever looks at a run from outside.
-        logs: folder with the output of each.
+        directory: run directory. Its folder logs has the output of each process, and processes.json names each process,
+            for whoever looks at a run from outside.
         console: shows the phases of each.
         trace: gets the time spans of the trainer ranks; None for none.
     """
@@ -101,8 +101,7 @@ class Processes:
         placement: Placement,
         stack: contextlib.AsyncExitStack,
         weights_directory: Path | str | None,
-        processes: Path,
-        logs: Path,
+        directory: Path,
         console: Console,
         trace: Trace | None = None,
     ) -> None:
@@ -114,8 +113,8 @@ class Processes:
         self._store: Path | None = None  # on each node
         if weights_directory is not None and config.sync.route in ("broadcast", "folder"):
             self._store = Path("/dev/shm") / f"{Path(weights_directory).name}-local"
-        self._processes_file = processes
-        self._logs = logs
+        self._processes_file = directory / "processes.json"
+        self._logs = directory / "logs"
         self._trace = trace
         self._console = console
         self._processes: dict[str, int] = {}

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic
 
 from ray.exceptions import ObjectLostError
 
-from agent_loop.loop import Prompt
 from async_rl.cluster.clients import TrainerLostError
 from async_rl.cluster.queue_host import QueueUnavailable
 from async_rl.config import RunConfig
@@ -65,7 +64,6 @@ class RecoveryLoop(Generic[T]):
 
     Args:
         order: order of the prompts.
-        held_out: prompts of the validation; see CheckedRun.
         resume: state from which the first life continues.
     """
 
@@ -75,13 +73,11 @@ class RecoveryLoop(Generic[T]):
         run_parts: RunParts[T],
         *,
         order: PromptOrder,
-        held_out: Mapping[str, Sequence[Prompt]],
         resume: Resume,
     ) -> None:
         self._config = config
         self._parts = run_parts
         self._order = order
-        self._held_out = held_out
         self._resume = resume
 
     async def run(self, trainer: T) -> bool:
@@ -132,7 +128,6 @@ class RecoveryLoop(Generic[T]):
                 queue=queue,
                 contents=contents,
                 trainer=trainer,
-                held_out=self._held_out,
                 start=self._resume.state,
                 restored=restored,
             )

@@ -66,7 +66,7 @@ class RolloutWorker:
     Args:
         name: name of the worker.
         rollouter: makes a rollouter that writes to the given log; with None it stores nothing.
-        validator: rolls out held-out prompts; None if there are none.
+        validator: rolls out held-out prompts.
         gate: gate before each tool call.
         pool: this worker's view of the replicas.
         replies_s: longest wait of a flush for the replies of replicas.
@@ -78,7 +78,7 @@ class RolloutWorker:
         name: str,
         *,
         rollouter: Callable[[RolloutLog | None], Rollouter],
-        validator: Validator | None,
+        validator: Validator,
         gate: PauseGate,
         pool: ReplicaPool,
         replies_s: float,
@@ -156,7 +156,6 @@ class RolloutWorker:
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
-        assert self._validator is not None
         return await self._validator.run(prompts, number=number), self._validator.timeline.take()
 
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:

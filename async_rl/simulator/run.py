@@ -92,6 +92,7 @@ class Run:
         publisher, supervisor = supervised(
             config, self.pool, rollouts=rollouts, start=self.replace_replica, note=self.recorder.warn
         )
+        order = SimulatedTask(config.task.options, seed=config.seed)
         self.parts = RunParts(
             processes=self,
             publisher=publisher,
@@ -101,11 +102,10 @@ class Run:
             recorder=self.recorder,
             trace=Trace(None),
             weights_directory=world.directory / "weights",
+            held_out=held_out_sets(order.validation_prompts(config.validation.prompts)),
             schedule_replay=NoReplay(),
         )
-        order = SimulatedTask(config.task.options, seed=config.seed)
-        held_out = held_out_sets(order.validation_prompts(config.validation.prompts))
-        self.recovery = RecoveryLoop(config, self.parts, order=order, held_out=held_out, resume=resume)
+        self.recovery = RecoveryLoop(config, self.parts, order=order, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Launcher.run` does."""

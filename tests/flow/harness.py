@@ -382,7 +382,6 @@ class Harness:
             timeout_s=publish_timeout_s,
             trace=self.trace,
         )
-        self.held_out = held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {})
         self.config = SimpleNamespace(
             total_train_steps=steps,
             seed=0,
@@ -394,6 +393,7 @@ class Harness:
                 drop_without_spread=drop_without_spread,
                 kv="recompute",
                 record=RecordConfig(steps=0),
+                sampling=SamplingConfig(temperature=0.5),
             ),
             sync=SyncConfig(every=publish_every, timeout_s=publish_timeout_s),
             trainer=SimpleNamespace(updates_per_batch=updates_per_batch),
@@ -432,6 +432,7 @@ class Harness:
             recorder=self.recorder,
             trace=self.trace,
             weights_directory=directory / "weights",
+            held_out=held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {}),
             schedule_replay=self.schedule_replay,
             probe=found,
         )
@@ -450,7 +451,6 @@ class Harness:
             queue=self.queue,
             contents=self.contents,
             trainer=self.trainer,
-            held_out=self.held_out,
             start=self.start,
             restored=self.restored,
         )

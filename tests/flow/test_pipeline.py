@@ -36,6 +36,7 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
     assert set(replica) == {"fake-0 publish 0"}, "a load is inside its pause"
     assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint"} - {"trajectory"}
     for batch in harness.trainer.batches:
+        assert batch.temperature == 0.5, "of rollout.sampling"
         for sequence in map(batch.sequence, range(len(batch))):
             rows = sequence.routed_experts
             assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()

@@ -22,7 +22,7 @@ update 5, and version v has v updates. Positions 3 and 4 have lag 1; position 6 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,10 +57,10 @@ class LossTokens(NamedTuple):
 class RecordedGroups:
     """Groups of a batch whose rollouts are written to disk; see `async_rl.trainer.recording`."""
 
-    train_step: int
+    train_step: int = 0
     """Train step that the batch ends with."""
-    heads: Mapping[int, GroupHead]
-    """Index in `TrainingBatch.contents` -> head."""
+    heads: Mapping[int, GroupHead] = field(default_factory=dict[int, GroupHead])
+    """Index in `TrainingBatch.contents` -> head; empty if none are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,8 +111,8 @@ class TrainingBatch:
     """[G], optimizer updates of the weights when each group was admitted."""
     rewards: BatchRewards | None = None
     """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
-    recorded: RecordedGroups | None = None
-    """Groups whose rollouts are written to disk; None for none."""
+    recorded: RecordedGroups = field(default_factory=RecordedGroups)
+    """Groups whose rollouts are written to disk."""
 
     def __len__(self) -> int:
         """Number of sequences S."""

@@ -80,8 +80,7 @@ def processes_of(tmp_path, stack, *, placement, overrides=(), console=QUIET):
         placement=placement,
         stack=stack,
         weights_directory=tmp_path / "versions",
-        processes=tmp_path / "processes.json",
-        logs=tmp_path,
+        directory=tmp_path,
         console=console,
     )
 
@@ -271,7 +270,7 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(first, error, f
         publisher=SimpleNamespace(resume=resume),
         processes=SimpleNamespace(replace_trainer=replace_trainer),
     )
-    recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, held_out=(), resume=None)
+    recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, resume=None)
     monkeypatch.setattr(recovery, "_run_once", run_once)
     if failures < SupervisionConfig().max_restarts:
         assert await recovery.run("first")
@@ -300,8 +299,9 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
     console = SimpleNamespace(
         note=lambda text, level=0: notes.append(text), phase=lambda process, text: notes.append(text)
     )
+    (tmp_path / "logs").mkdir()
     for name in ("trainer-0", "replica-0"):
-        (tmp_path / f"{name}.log").touch()
+        (tmp_path / "logs" / f"{name}.log").touch()
     ready = set()
     for trains in (True, True, False):
         async with contextlib.AsyncExitStack() as stack:
