@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from annotated_types import Ge, Gt, Le, Lt
+
+from agent_loop.bounds import bounded
 from message_queue.tokens import Int32Array, RoutedExperts, TokenOutput
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("sampling")
 class SamplingConfig:
     """Sampling settings. Every engine applies them in this order:
 
@@ -27,11 +30,11 @@ class SamplingConfig:
 
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy, else at least `MIN_TEMPERATURE`."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Probability mass to keep, in (0, 1]; 1 is off."""
     top_k: int = -1
     """Tokens to keep; -1 is off."""
-    min_p: float = 0.0
+    min_p: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Least probability to keep, relative to the most likely token, in [0, 1); 0 is off."""
 
     def __post_init__(self) -> None:
@@ -40,12 +43,8 @@ class SamplingConfig:
                 f"sampling.temperature is {self.temperature}; must be 0 (greedy) or >= {MIN_TEMPERATURE}, the lowest "
                 "that every engine applies unchanged"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"sampling.top_p is {self.top_p}; must be in (0, 1]")
         if self.top_k == 0 or self.top_k < -1:
             raise ValueError(f"sampling.top_k is {self.top_k}; must be -1 (off) or >= 1")
-        if not 0 <= self.min_p < 1:
-            raise ValueError(f"sampling.min_p is {self.min_p}; must be in [0, 1), 0 is off")
 
     @property
     def is_cut(self) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
+from annotated_types import Ge
+
+from agent_loop.bounds import Count, Seconds, bounded
 from agent_loop.text import safe_text
 from message_queue.trajectory import Trajectory
 
@@ -66,47 +69,32 @@ class Prompt:
             raise ValueError(f"prompt {self.index} has no messages; give at least one")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("limits")
 class TurnLimits:
     """Bounds of one trajectory."""
 
-    max_turns: int
+    max_turns: Count
     """Model calls."""
-    max_tokens: int
+    max_tokens: Count
     """T, prompt and tool replies included; at most the context of the engine."""
-    max_new_tokens_per_turn: int | None = None
+    max_new_tokens_per_turn: Count | None = None
     """Sampled tokens of one turn; None leaves only `max_tokens`."""
-    segment_tokens: int = 4096
+    segment_tokens: Count = 4096
     """Sampled tokens of one request to the engine. A longer turn is several requests in a row. The death of a replica
     costs at most this many tokens of each rollout that it served."""
-    tool_timeout_s: float = 30.0
+    tool_timeout_s: Seconds = 30.0
     """Seconds for one tool call."""
-    reward_timeout_s: float = 60.0
+    reward_timeout_s: Seconds = 60.0
     """Seconds for the reward."""
-    generate_timeout_s: float = 600.0
+    generate_timeout_s: Seconds = 600.0
     """Seconds for one engine call, pauses for weight updates included."""
-    agent_timeout_s: float = 3600.0
+    agent_timeout_s: Seconds = 3600.0
     """Seconds for one agent program, its model calls and tools included."""
-    max_refused_answers: int = 3
+    max_refused_answers: Annotated[int, Ge(0)] = 3
     """Times in a row that a request is made again because the engine's answer broke the contract."""
-    max_tool_reply_chars: int | None = None
+    max_tool_reply_chars: Count | None = None
     """Characters of one tool's reply. A longer reply is cut, with a note to the model. None cuts only replies that have
     together more than 8 characters for each token that is left."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_turns", "max_tokens", "max_new_tokens_per_turn", "segment_tokens", "max_tool_reply_chars"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"limits.{name} is {value}; must be at least 1")
-        for name in ("tool_timeout_s", "reward_timeout_s", "generate_timeout_s", "agent_timeout_s"):
-            value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ValueError(f"limits.{name} is {value}; must be a positive number of seconds")
-        if self.max_refused_answers < 0:
-            raise ValueError(
-                f"limits.max_refused_answers is {self.max_refused_answers}; must be >= 0, "
-                "where 0 gives up a rollout at the first answer that is refused"
-            )
 
     def turn_budget(self, existing: int) -> int:
         """Tokens that the next turn may sample when the trajectory holds `existing`; 0 or less when it is full."""

@@ -11,14 +11,14 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import median_low
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
 
 import yaml
-from annotated_types import Ge
+from annotated_types import Ge, Gt
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep
@@ -28,6 +28,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import Field as PydanticField
 from pydantic import TypeAdapter, ValidationError
 
+from agent_loop.bounds import Count, Seconds, bounded
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
@@ -78,7 +79,7 @@ class ConfigError(AsyncRLError, ValueError):
     """A run that cannot be started as asked; names field, value and the way out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("model")
 class ModelConfig:
     """The initial model."""
 
@@ -89,15 +90,15 @@ class ModelConfig:
     """Folder of plain bfloat16 copies of quantized checkpoints, which later runs reuse; every node must see it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("rollout")
 class RolloutConfig:
     """Rollouts of a run. `groups_per_batch` groups of `trajectories_per_group` trajectories make one batch."""
 
-    groups_per_batch: int
+    groups_per_batch: Count
     """Prompt groups in one batch."""
-    trajectories_per_group: int
+    trajectories_per_group: Count
     """Trajectories in one prompt group."""
-    workers: int = 1
+    workers: Count = 1
     """Processes that run agent loops; they share the replicas."""
     on_update: OnUpdate = "resume"
     """Effect of a weight update on generations in flight.
@@ -112,9 +113,9 @@ class RolloutConfig:
     `append`: the held rows stay. `force`: the same, and the engine uses them. `replace`: the newest rows count.
     `split`: each segment trains under the rows that it saw.
     """
-    max_failed_groups: int = 16
+    max_failed_groups: Count = 16
     """Number of consecutive failed groups that stops the run."""
-    drop_without_spread: int = 0
+    drop_without_spread: Annotated[int, Ge(0)] = 0
     """Groups in a row that are dropped because all their rewards are equal; groups of the next prompts take their
     places. One more is trained, so that a run in which no group has a spread continues. 0 drops none."""
     failure: FailureConfig = field(default_factory=FailureConfig)
@@ -127,16 +128,11 @@ class RolloutConfig:
     """Rollouts that the run keeps on disk."""
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_batch", "trajectories_per_group", "workers", "max_failed_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"rollout.{name} is {getattr(self, name)}; must be >= 1")
         if self.sampling.temperature == 0:
             raise ValueError(
                 "rollout.sampling.temperature is 0: the rollouts of a group would be equal, and untrained; use 1, or "
                 "validation.sampling.temperature=0 for greedy validation only"
             )
-        if self.drop_without_spread < 0:
-            raise ValueError(f"rollout.drop_without_spread is {self.drop_without_spread}; must be >= 0 (0 drops none)")
         if self.kv == "keep" and self.on_update != "keep":
             raise ValueError(
                 f"rollout.kv is 'keep' with rollout.on_update={self.on_update}: nothing is in flight whose K/V could "
@@ -144,11 +140,11 @@ class RolloutConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("sync")
 class SyncConfig:
     """Publishing of weights."""
 
-    every: int = 1
+    every: Count = 1
     """Train steps per publish, a multiple of trainer.updates_per_batch."""
     route: Literal["memory", "broadcast", "folder", "direct"] = "memory"
     """`memory`: shared memory of one node. `broadcast`: from the shared memory of the trainer's nodes to that of the
@@ -169,79 +165,61 @@ class SyncConfig:
     """`at_once`: all replicas load at the same time, and no tool starts meanwhile. `rolling`: at most `max_paused`
     replicas are paused at a time, the others serve, and tools start. `staged`: as `at_once`, but the replicas load
     beside the weights that serve, with twice their memory, and are paused for the exchange only."""
-    max_paused: int = 1
+    max_paused: Count = 1
     """With `rolling`: most replicas that are paused at a time."""
     timeout_s: float = 120.0
     """Bound in seconds on one publish of a replica, from pause to resume (with `drain`, the longest generation), and on
     the regular check that a replica answers."""
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"sync.every is {self.every}; must be >= 1")
-        if self.max_paused < 1:
-            raise ValueError(f"sync.max_paused is {self.max_paused}; must be >= 1")
         if self.route == "folder" and self.directory is None:
             raise ValueError(
                 "sync.route is 'folder' and sync.directory is null; give a directory all nodes see, or a URL"
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("validation")
 class ValidationConfig:
     """Validation rounds over held-out prompts."""
 
-    every: int = 10
+    every: Annotated[int, Ge(0)] = 10
     """Train steps between rounds; 0 for only before and after training.
 
     A round starts after the batch that reaches a multiple of `every`.
     """
-    prompts: int = 256
+    prompts: Annotated[int, Ge(0)] = 256
     """Number of held-out prompts; of each set if the task has several."""
-    samples: int = 1
+    samples: Count = 1
     """Rollouts of each held-out prompt; with more than one, a round also has pass@k."""
     sampling: SamplingConfig | None = None
     """Sampling parameters; None is `rollout.sampling`."""
 
-    def __post_init__(self) -> None:
-        if self.every < 0 or self.prompts < 0:
-            raise ValueError(f"validation.every={self.every}, validation.prompts={self.prompts}; must be >= 0")
-        if self.samples < 1:
-            raise ValueError(f"validation.samples is {self.samples}; must be >= 1")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("queue")
 class QueueConfig:
     """The queue and its process."""
 
     max_ready: int | None = None
     """Finished groups held before `put` waits; None for as many as the staleness bound allows."""
-    timeout_s: float = 60.0
+    timeout_s: Seconds = 60.0
     """Silence in seconds after which the process of the queue counts as dead."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"queue.timeout_s is {self.timeout_s}; must be a positive number of seconds")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("mismatch")
 class MismatchConfig:
     """Comparison of engines and trainer at equal weights, after a publish."""
 
     max_k3: float | Literal["auto"] | None = "auto"
     """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` is 1e-4 in float32, else ten
     times the median of the first five probes since the start, at least 1e-3 and at most 1e-2; null only reports."""
-    prompts: int = 4
+    prompts: Annotated[int, Ge(0)] = 4
     """Sequences that each replica decodes; 0 disables the comparison."""
-    tokens: int = 16
+    tokens: Count = 16
     """Sampled tokens per sequence."""
 
     def __post_init__(self) -> None:
         if isinstance(self.max_k3, float | int) and not self.max_k3 > 0:
             raise ValueError(f"mismatch.max_k3 is {self.max_k3}; must be > 0, auto, or null to only report")
-        if self.prompts < 0:
-            raise ValueError(f"mismatch.prompts is {self.prompts}; must be >= 0 (0 disables the comparison)")
-        if self.tokens < 1:
-            raise ValueError(f"mismatch.tokens is {self.tokens}; must be >= 1")
 
     def bound(self, *, dtypes: Sequence[str], noise: Sequence[float]) -> float:
         """Largest accepted k3; infinite if there is no bound.
@@ -259,60 +237,50 @@ class MismatchConfig:
         return min(HALF_MAX_K3, max(HALF_LEAST_K3, HALF_NOISE * median_low(noise))) if noise else HALF_MAX_K3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("checkpoint")
 class CheckpointConfig:
     """Schedule and number of checkpoints."""
 
-    every: int = 0
+    every: Annotated[int, Ge(0)] = 0
     """Train steps between checkpoints; 0 for only at the end or on a stop.
 
     A checkpoint is taken after the batch that reaches a multiple of `every`.
     """
-    keep: int = 2
+    keep: Count = 2
     """Number of checkpoints kept on disk."""
 
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ValueError(f"checkpoint.every is {self.every}; must be >= 0 (0: only at the end or on a stop)")
-        if self.keep < 1:
-            raise ValueError(f"checkpoint.keep is {self.keep}; must be >= 1")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("warm_start")
 class WarmStartConfig:
     """Supervised training of the task's own model on demonstrations, before RL."""
 
-    steps: int
+    steps: Annotated[int, Ge(0)]
     """Supervised steps; 0 skips the warm start."""
-    batch: int
+    batch: Count
     """Demonstrations in one step."""
     optimizer: OptimizerConfig
     """AdamW and its schedule over these steps."""
     cache: Path
     """Folder of finished warm starts, which later runs reuse."""
 
-    def __post_init__(self) -> None:
-        if self.steps < 0 or self.batch < 1:
-            raise ValueError(f"warm_start.steps={self.steps}, warm_start.batch={self.batch}; need >= 0 and >= 1")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("cluster")
 class ClusterConfig:
     """The Ray cluster, and the resources and time bounds of its actors."""
 
     address: str | None = None
     """Address of a running Ray cluster; None starts one on this machine."""
-    num_cpus: int = 16
+    num_cpus: Count = 16
     """Logical CPUs of a started cluster; may exceed the cores, because it only counts actors."""
-    object_store_bytes: int = 256 << 20
+    object_store_bytes: Count = 256 << 20
     """Shared memory of a started cluster."""
-    cpus_per_rank: float = 1.0
+    cpus_per_rank: Annotated[float, Ge(0)] = 1.0
     """CPUs of one trainer rank."""
-    gpus_per_rank: float = 0.0
+    gpus_per_rank: Annotated[float, Ge(0)] = 0.0
     """GPUs of one trainer rank."""
-    cpus_per_replica: float = 1.0
+    cpus_per_replica: Annotated[float, Ge(0)] = 1.0
     """CPUs of one engine replica, on all its nodes together."""
-    gpus_per_replica: float | None = None
+    gpus_per_replica: Annotated[float, Ge(0)] | None = None
     """GPUs of one engine replica, on all its nodes together.
 
     None is engine.tensor_parallel x engine.data_parallel if engines are on GPUs, else 0. They are with
@@ -322,27 +290,17 @@ class ClusterConfig:
     """Environment variables of the processes of trainer ranks."""
     replica_env: Mapping[str, EnvironmentValue] = field(default_factory=dict[str, str])
     """Environment variables of the processes of replicas and their engines."""
-    strategy: str = "PACK"
-    """Ray's placement strategy."""
-    start_timeout_s: float = 300.0
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's placement strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
+    start_timeout_s: Annotated[float, Gt(0)] = 300.0
     """Bound on placing and starting all actors."""
-    call_timeout_s: float = 600.0
+    call_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Bound on one call of a trainer or rollout worker."""
-    stop_timeout_s: float = 20.0
+    stop_timeout_s: Annotated[float, Gt(0)] = 20.0
     """Bound on ending the rollouts of a worker, and on closing one actor."""
 
-    def __post_init__(self) -> None:
-        if self.strategy not in ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"):
-            raise ValueError(f"cluster.strategy is {self.strategy!r}; use PACK, SPREAD, STRICT_PACK or STRICT_SPREAD")
-        for name in ("start_timeout_s", "call_timeout_s", "stop_timeout_s", "object_store_bytes", "num_cpus"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be > 0")
-        for name in ("cpus_per_rank", "gpus_per_rank", "cpus_per_replica", "gpus_per_replica"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"cluster.{name} is {getattr(self, name)}; must be >= 0")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded()
 class RunConfig:
     """One run. Paths are absolute: processes, also on other nodes, have different working directories."""
 
@@ -808,11 +766,6 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.failure.on_failed is 'rest' with {trainer.data_parallel} data-parallel ranks, over which "
             "a batch with failed rollouts does not divide; use rollout.failure.on_failed=fill or drop"
-        )
-    if config.loss.temperature != rollout.sampling.temperature:
-        yield (
-            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
-            f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
         )
     for path, sampling in (("rollout", rollout.sampling), ("validation", config.validation_sampling)):
         if isinstance(config.engine, SglangConfig) and sampling.top_k >= MAX_KEPT:

@@ -40,9 +40,10 @@ import sysconfig
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
+from agent_loop.bounds import Count, Seconds, bounded
 from message_queue.errors import SandboxError
 
 STARTED = b"started\n"  # first line on stderr, written just before the program is started
@@ -100,7 +101,7 @@ _REFUSED = (
 _MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # of its own: tools may use all threads of the event loop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("limits")
 class SandboxLimits:
     """Bounds of one program.
 
@@ -108,26 +109,20 @@ class SandboxLimits:
     together. Between two measurements it may have up to 16 * 512 MiB. Its files have disk_mb in addition.
     """
 
-    wall_s: float = 10.0
+    wall_s: Seconds = 10.0
     """Seconds from start to end."""
-    cpu_s: int = 10
+    cpu_s: Count = 10
     """Seconds of CPU time of each process."""
-    memory_mb: int = 1024
+    memory_mb: Count = 1024
     """Memory of all processes together, and address space of each process, in MiB."""
-    processes: int = 16
+    processes: Count = 16
     """Processes and threads at once."""
-    disk_mb: int = 64
+    disk_mb: Count = 64
     """Size of all files in the working directory, in MiB. They are in memory."""
-    files: int = 1000
+    files: Count = 1000
     """Files and folders in the working directory."""
-    output_bytes: int = 1_000_000
+    output_bytes: Count = 1_000_000
     """Bytes on stdout, and on stderr. A program that writes more is stopped."""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not 0 < value < float("inf"):
-                raise ValueError(f"limits.{field.name} is {value}; must be a positive number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

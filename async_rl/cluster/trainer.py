@@ -123,7 +123,7 @@ class TrainerHost:
     def _with_contents(self, plan: BatchPlan, contents: Sequence[Any]) -> BatchPlan:
         """The plan with the content of the groups that this rank trains or records; only these are fetched."""
         groups = plan.groups_of(self._rank.data_rank)
-        if self._rank.records and plan.batch.recorded is not None:
+        if self._rank.records:
             groups = sorted({*groups, *plan.batch.recorded.heads})
         with self._rank.timeline.span("fetch", groups=len(groups)):
             fetched: dict[int, Any] = dict(zip(groups, ray.get([contents[group] for group in groups]), strict=True))

@@ -33,34 +33,31 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from agent_loop.loop import Prompt
 from agent_loop.user_errors import Failure
 from async_rl.cluster.queue import QueueClient
-from async_rl.controller.checkpoints import Checkpoints, RunState
+from async_rl.config import RunConfig
+from async_rl.controller.checkpoints import RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
-    ControllerConfig,
     StageError,
     Trainer,
     run_stage,
 )
+from async_rl.controller.parts import RunParts
 from async_rl.controller.prepare import PreparedBatch, prepare, recorded_groups
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
-from async_rl.inference.publisher import Publisher, PublishReport
-from async_rl.inference.supervisor import Supervisor
-from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.inference.publisher import PublishReport
+from async_rl.metrics.recorder import StepRecord
 from async_rl.metrics.registry import queue_metrics
-from async_rl.metrics.trace import Trace
-from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents, fetched
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.token_count import require_closed
 from async_rl.rollout.validator import ValidationSchedule, is_due
 from async_rl.trainer.batch.advantage import has_spread
@@ -73,12 +70,9 @@ from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
 
-if TYPE_CHECKING:
-    from async_rl.controller.probe import Probe
-
 NO_BATCH_LEFT = Drop(DropKind.EXPIRED, "no batch within the staleness bound is left for it")
 
-__all__ = ["Controller", "ControllerConfig", "StageError", "Trainer"]
+__all__ = ["Controller", "StageError", "Trainer"]
 
 
 class Controller:
@@ -87,76 +81,66 @@ class Controller:
     Args:
         start: state of the checkpoint; the trainer holds its weights.
         restored: the queue's state of the run before; None if it has none and the replicas serve the weights.
-        schedule_replay: controls the timing of events; None leaves it to the stages.
-        probe: compares engines and trainer at equal weights; None compares nothing.
     """
 
     def __init__(
         self,
+        config: RunConfig,
+        parts: RunParts[Any],
         *,
-        config: ControllerConfig,
         prompts: PromptSource,
         queue: QueueClient,
         contents: GroupContents,
-        rollouts: Dispatcher,
         trainer: Trainer,
-        publisher: Publisher,
-        replicas: Supervisor,
-        held_out: Mapping[str, Sequence[Prompt]],
-        checkpoints: Checkpoints,
-        recorder: Recorder,
-        trace: Trace,
         start: RunState,
         restored: Restored | None = None,
-        schedule_replay: NoReplay | None = None,
-        probe: Probe | None = None,
     ) -> None:
         self._config = config
+        self._per_batch = per_batch = config.trainer.updates_per_batch
         self._prompts = prompts
         self._queue = queue
         self._contents = contents
-        self._rollouts = rollouts
         self._trainer = trainer
-        self._publisher = publisher
-        self._replicas = replicas
-        self._checkpoints = checkpoints
-        self._recorder = recorder
-        self._trace = trace
+        self._rollouts = rollouts = parts.rollouts
+        self._publisher = parts.publisher
+        self._replicas = parts.replicas
+        self._recorder = parts.recorder
+        self._trace = parts.trace
+        self._weights_directory = parts.weights_directory
+        self._schedule_replay = parts.schedule_replay
+        self._probe = parts.probe
+        self._stop = parts.stop
+        self._checkpoints = parts.checkpoints
         self._train_step = start.train_step
         self._version = start.param_version
         self._loaded_version = 0
         self._version_updates = dict(start.version_updates)
         self._restored = restored
-        self._replayed = start.train_step + (0 if restored is None else restored.replay) * config.updates_per_batch
+        self._replayed = start.train_step + (0 if restored is None else restored.replay) * per_batch
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
         self._updates: asyncio.Queue[WeightUpdate] = asyncio.Queue(maxsize=1)
         self._saves: asyncio.Queue[RunState] = asyncio.Queue(maxsize=1)
+        validate = partial(rollouts.validate, parts.held_out, samples=config.validation.samples)
         self._validations = ValidationSchedule(
-            partial(rollouts.validate, held_out, samples=config.validation_samples) if any(held_out.values()) else None,
-            every=config.validate_every,
-            per_batch=config.updates_per_batch,
+            validate if any(parts.held_out.values()) else None,
+            every=config.validation.every,
+            per_batch=per_batch,
             last=config.total_train_steps,
-            recorder=recorder,
-            trace=trace,
+            recorder=parts.recorder,
+            trace=parts.trace,
         )
-        self._schedule_replay = schedule_replay or NoReplay()
-        self._probe = probe
         self._unscored: int | None = None  # version that the engines are asked about, and the trainer was not
         self._k3_probe = math.nan
         self._served = Notifier()  # rings when every replica serves a version
-        self._stop = asyncio.Event()
         self._last_publish = PublishReport(seconds=0.0, pause_seconds=0.0, aborted=0)
         self._failed_row: list[int] = []  # prompts of the groups that failed since one did not
         self._num_without_spread = 0  # groups dropped for that in a row
         ready = () if restored is None else (admission.group for admission in restored.ready)
-        self._queued = {group: trace.start("queue", group=group) for group in ready}
+        self._queued = {group: parts.trace.start("queue", group=group) for group in ready}
         self._unpublished: list[int] = []  # groups trained since the last export
         self._groups_of: dict[int, list[int]] = {}  # version -> groups trained since the one before
-
-    def request_stop(self) -> None:
-        """Finish the train step under way, save a checkpoint, and return from `run`."""
-        self._stop.set()
-        self._rollouts.end_soon()
+        if parts.stop.is_set():
+            rollouts.end_soon()
 
     async def run(self) -> bool:
         """Run to the last train step; True if it got there, False after a stop request.
@@ -171,7 +155,7 @@ class Controller:
                 self._probe.cancel()
 
     async def _run(self) -> bool:
-        timeout_s = self._config.replica_timeout_s
+        timeout_s = self._config.sync.timeout_s
         async with asyncio.TaskGroup() as background:
 
             def start(name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
@@ -293,8 +277,8 @@ class Controller:
             self._recorder.warn_once(Failure(kind=outcome.reason.kind, line=outcome.line, text=text))
             if too_many:
                 raise RuntimeError(
-                    f"{self._config.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the next "
-                    f"start admits their prompts again; the last: {outcome.reason}"
+                    f"{self._config.rollout.max_failed_groups} groups in a row failed (rollout.max_failed_groups); the "
+                    f"next start admits their prompts again; the last: {outcome.reason}"
                 )
             return
         self._failed_row.clear()
@@ -321,7 +305,7 @@ class Controller:
     def _drops_without_spread(self, head: GroupHead) -> bool:
         """Whether a group is dropped because its rewards are equal; of a long row one is trained."""
         spread = any(has_spread(np.array(rewards)) for rewards in head.rewards_by_agent().values())
-        if spread or self._num_without_spread == self._config.drop_without_spread:
+        if spread or self._num_without_spread == self._config.rollout.drop_without_spread:
             self._num_without_spread = 0
             return False
         self._num_without_spread += 1
@@ -329,16 +313,16 @@ class Controller:
             self._recorder.warn(
                 f"{count} groups in a row were dropped because all rewards of each are equal, and training waits; look "
                 "at the rewards and at how hard the prompts are, or set rollout.drop_without_spread (it is "
-                f"{self._config.drop_without_spread}) lower"
+                f"{self._config.rollout.drop_without_spread}) lower"
             )
         return True
 
     def _count_failed(self, prompt: Prompt) -> bool:
         """Whether its group is the one that stops the run. Others may fail until it has stopped."""
         self._failed_row.append(prompt.index)
-        if len(self._failed_row) >= self._config.max_failed_groups:
+        if len(self._failed_row) >= self._config.rollout.max_failed_groups:
             self._prompts.keep_failed(self._failed_row)
-        return len(self._failed_row) == self._config.max_failed_groups
+        return len(self._failed_row) == self._config.rollout.max_failed_groups
 
     async def _expire(self) -> None:
         known: set[int] = set()
@@ -352,14 +336,14 @@ class Controller:
         try:
             while self._train_step < self._config.total_train_steps:
                 started, busy = _now(), await self._replicas.busy_seconds()
-                step = self._train_step + self._config.updates_per_batch
+                step = self._train_step + self._per_batch
                 with self._trace.span("wait", track="train", step=step):
                     batch = await self._take_or_stop()
                 if batch is None:
                     return
                 await self._step(batch, waited=_now() - started, started=started, busy=busy)
                 self._validations.request(self._train_step)
-                if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._config.updates_per_batch):
+                if is_due(self._train_step, every=self._checkpoints.every, per_batch=self._per_batch):
                     await self._save()
         finally:
             self._rollouts.end_soon()
@@ -389,14 +373,14 @@ class Controller:
 
     async def _step(self, batch: Batch, *, waited: float, started: float, busy: float) -> None:
         """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
-        config, groups = self._config, [head.group for head in batch.groups]
+        groups = [head.group for head in batch.groups]
         self._end_queued(groups)
         self._schedule_replay.taken()
         await self._start_probe(batch)
-        with self._trace.span("train", step=self._train_step + config.updates_per_batch, groups=groups):
+        with self._trace.span("train", step=self._train_step + self._per_batch, groups=groups):
             prepared, metrics = await self._train_on(batch)
         self._unpublished += groups
-        due = is_due(self._train_step, every=config.publish_every, per_batch=config.updates_per_batch)
+        due = is_due(self._train_step, every=self._config.sync.every, per_batch=self._per_batch)
         if due and self._train_step > self._replayed:
             await self._compare(wait=math.isnan(self._k3_probe))
             await self._export()
@@ -410,24 +394,26 @@ class Controller:
 
     async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
         config, groups = self._config, [head.group for head in batch.groups]
+        record = config.rollout.record
         prepared = await asyncio.to_thread(
             prepare,
             batch,
             self._contents.of(groups),
             advantage=config.advantage,
             version_updates=self._version_updates,
-            retained_kv=config.retained_kv,
-            updates_per_batch=config.updates_per_batch,
+            retained_kv=config.rollout.kv == "keep",
+            temperature=config.rollout.sampling.temperature,
+            updates_per_batch=self._per_batch,
             seed=config.seed,
         )
         recorded = recorded_groups(
             batch.groups,
-            trajectories=config.recorded_trajectories,
+            trajectories=record.trajectories if record.steps else 0,
             seed=config.seed,
-            train_step=batch.update + config.updates_per_batch,
+            train_step=batch.update + self._per_batch,
         )
         metrics = await self._trainer.train(replace(prepared.batch, recorded=recorded))
-        self._train_step += config.updates_per_batch
+        self._train_step += self._per_batch
         await self._queue.call(
             TrajectoryQueue.trained, groups, train_step=self._train_step, tokens=prepared.gradient_tokens
         )
@@ -446,7 +432,7 @@ class Controller:
         """Have the trainer write its weights as the newest version."""
         self._groups_of[self._version], self._unpublished = self._unpublished, []
         with self._trace.span("export", track="train", version=self._version):
-            directory, keep = self._config.weights_directory, self._loaded_version
+            directory, keep = self._weights_directory, self._loaded_version
             update = await self._trainer.call(TrainerRank.export, directory, version=self._version, keep_version=keep)
         assert update is not None  # of rank 0
         return update
@@ -513,7 +499,7 @@ class Controller:
     async def _record(self, prepared: PreparedBatch, metrics: dict[str, float]) -> None:
         snapshot = await self._queue.call(TrajectoryQueue.snapshot)
         metrics |= {"train_step": self._train_step, "param_version": self._version}
-        metrics["optimizer_steps"] = self._config.updates_per_batch
+        metrics["optimizer_steps"] = self._per_batch
         metrics["mismatch/k3_probe"] = self._k3_probe
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
         schedule = prepared.schedule if self._schedule_replay.free else None

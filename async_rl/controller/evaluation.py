@@ -69,11 +69,11 @@ class Evaluation:
                 placement=await place_run(config, ranks=0, stack=stack, status=partial(console.phase, "Ray")),
                 stack=stack,
                 weights_directory=None,
-                processes=out / "processes.json",
-                logs=logs,
+                directory=out,
+                console=console,
             )
             workers = processes.create_rollout_workers()
-            pool = ReplicaPool(await processes.start_engines(self._checkpoint, console), on_lost=console.warn)
+            pool = ReplicaPool(await processes.start_engines(self._checkpoint), on_lost=console.warn)
             await processes.start_rollout_workers(workers, pool)
             rollouts = Dispatcher(
                 workers,

@@ -1,13 +1,11 @@
-"""Interfaces and settings of the controller."""
+"""Interfaces of the controller."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from async_rl.trainer.batch.advantage import AdvantageConfig
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.rank_methods import TrainerRank
 from message_queue.errors import AsyncRLError
@@ -48,22 +46,3 @@ class Trainer(Protocol):
     async def saved(self) -> None:
         """Wait until the folder of the last `save` is written; `train` may run meanwhile."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ControllerConfig:
-    """Settings of the controller; see the run config for the meaning of each value."""
-
-    total_train_steps: int
-    publish_every: int
-    validate_every: int
-    max_failed_groups: int
-    drop_without_spread: int = 0
-    advantage: AdvantageConfig
-    weights_directory: Path | str
-    replica_timeout_s: float
-    retained_kv: bool = False
-    updates_per_batch: int = 1
-    seed: int = 0
-    recorded_trajectories: int = 0
-    validation_samples: int = 1

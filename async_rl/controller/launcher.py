@@ -24,10 +24,11 @@ from async_rl.controller.checkpoints import Checkpoints, hold
 from async_rl.controller.config_record import record_config
 from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
+from async_rl.controller.parts import RunParts
 from async_rl.controller.preflight import check_run
 from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes, place_run
-from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
+from async_rl.controller.recovery import RecoveryLoop, supervised
 from async_rl.files.atomic_dir import make_folder
 from async_rl.files.command import prog
 from async_rl.files.owner import identity
@@ -126,8 +127,8 @@ class Launcher:
                 placement=placement,
                 stack=stack,
                 weights_directory=weights_directory,
-                processes=self._directory / "processes.json",
-                logs=logs,
+                directory=self._directory.resolve(),
+                console=console,
                 trace=trace,
             )
             async with asyncio.TaskGroup() as background:
@@ -164,17 +165,15 @@ class Launcher:
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
         workers = processes.create_rollout_workers() if self._schedule_replay.free else []
-        trainer, replicas, checkpoint = await processes.start(console)
+        trainer, replicas, checkpoint = await processes.start()
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.call(TrainerRank.remove_updates, self._weights_directory)  # those of a killed run
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
         await processes.start_rollout_workers(workers, pool)
         run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)
         console.phase("workers", "first rollouts")
-        recovery = RecoveryLoop(
-            self._config, run_parts, order=self._order, held_out=self._held_out, resume=self._resume
-        )
-        async with stop_on_interrupt(recovery.request_stop, note=recorder.note):
+        recovery = RecoveryLoop(self._config, run_parts, order=self._order, resume=self._resume)
+        async with stop_on_interrupt(run_parts.request_stop, note=recorder.note):
             return await recovery.run(trainer)
 
     # ---- parts
@@ -208,8 +207,7 @@ class Launcher:
     def _weights_directory(self) -> Path | str:
         """Folder, or URL, where trainer ranks write published versions."""
         sync = self._config.sync
-        parent = sync.directory if sync.route == "folder" else Path("/dev/shm")
-        assert parent is not None
+        parent = (sync.directory if sync.route == "folder" else None) or Path("/dev/shm")
         here = f"{self._directory.resolve()} {identity(self._directory)}"  # other hosts may have the same path
         name = sha256(here.encode()).hexdigest()[:12]
         folder = f"async_rl-weights-{name}"
@@ -248,6 +246,7 @@ class Launcher:
         routing = read_model_info(checkpoint).routing
         return RunParts(
             processes=processes,
+            checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
             publisher=publisher,
             replicas=supervisor,
             rollouts=rollouts,
@@ -255,6 +254,7 @@ class Launcher:
             recorder=recorder,
             trace=trace,
             weights_directory=self._weights_directory,
+            held_out=self._held_out,
             schedule_replay=self._schedule_replay,
             probe=self._build_probe(pool, routing),
         )

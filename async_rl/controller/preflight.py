@@ -92,17 +92,16 @@ def check_run(config: RunConfig) -> CheckedRun:
     if task is not None and not missing.startswith("task.factory"):
         order, held_out = _prompts(problems, task, config, of=of)
     schedule = None
-    if config.schedule is not None:
-        schedule = problems.attempt(lambda: _read_schedule(config), of="schedule")
+    if (directory := config.schedule) is not None:
+        schedule = problems.attempt(lambda: _read_schedule(directory, config), of="schedule")
     problems.found += [*tracker_problems(config.tracking), *another_run(config)]
     if task is not None:
         problems.found += _endpoint_problems(task, config)
     if isinstance(url := config.sync.directory, str) and (problem := driver_problem(url)):
         problems.found.append(f"sync.directory is {url}, {problem}")
     resume = problems.attempt(lambda: Resume(config), of="resume")
-    if problems.found:
+    if problems.found or task is None or order is None or held_out is None or resume is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))
-    assert task is not None and order is not None and held_out is not None and resume is not None
     warnings = tuple(run_warnings(config, num_held_out=sum(map(len, held_out.values()))))
     return CheckedRun(task=task, order=order, held_out=held_out, schedule=schedule, resume=resume, warnings=warnings)
 
@@ -125,9 +124,8 @@ def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping
         held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
     if config.validation.prompts and held_out is not None and not any(held_out.values()):
         problems.found.append(f"task.factory is {config.task.factory}, which holds out no prompt; set its validation")
-    if problems.found:
+    if problems.found or task is None or held_out is None:
         raise ConfigError("\n".join(dict.fromkeys(problems.found)))
-    assert task is not None and held_out is not None
     return task, held_out
 
 
@@ -291,14 +289,13 @@ def _vocab_size(checkpoint: Path) -> int | None:
     return info.vocab_size
 
 
-def _read_schedule(config: RunConfig) -> RunSchedule:
-    """The schedule that the run is to keep to.
+def _read_schedule(directory: Path, config: RunConfig) -> RunSchedule:
+    """The schedule of another run's directory, to which the run is to keep.
 
     Raises:
         ScheduleError: it cannot be read, or does not suit the run.
     """
-    assert config.schedule is not None
-    schedule = read_schedule(config.schedule)
+    schedule = read_schedule(directory)
     schedule.check(
         groups_per_batch=config.rollout.groups_per_batch,
         trajectories_per_group=config.rollout.trajectories_per_group,

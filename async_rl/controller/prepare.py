@@ -43,6 +43,7 @@ def prepare(
     advantage: AdvantageConfig,
     version_updates: Mapping[int, int],
     retained_kv: bool,
+    temperature: float = 1.0,
     updates_per_batch: int = 1,
     seed: int = 0,
 ) -> PreparedBatch:
@@ -55,7 +56,7 @@ def prepare(
         contents: [G], GroupContent of each group or a reference to it.
         advantage: how rewards become advantages.
         version_updates: `param_version` -> optimizer updates.
-        retained_kv: see TrainingBatch.
+        retained_kv, temperature: see TrainingBatch.
         updates_per_batch: number of mini-batches.
         seed: of the split; see `mini_batches_of`.
 
@@ -76,6 +77,7 @@ def prepare(
         version_updates=version_updates,
         min_update=batch.min_update,
         retained_kv=retained_kv,
+        temperature=temperature,
         mini_batches=mini_batches,
         rewards=rewards,
     )
@@ -115,10 +117,8 @@ def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int
     return {int(group): number for number, part in enumerate(parts) for group in part}
 
 
-def recorded_groups(
-    heads: Sequence[GroupHead], *, trajectories: int, seed: int, train_step: int
-) -> RecordedGroups | None:
-    """Whole groups, at random, with at most `trajectories` trajectories together, but at least one; None for 0.
+def recorded_groups(heads: Sequence[GroupHead], *, trajectories: int, seed: int, train_step: int) -> RecordedGroups:
+    """Whole groups, at random, with at most `trajectories` trajectories together, but at least one; none for 0.
 
     The choice depends on the ids of the groups, not on their order, as `mini_batches_of`.
 
@@ -129,7 +129,7 @@ def recorded_groups(
         train_step: that the batch ends with.
     """
     if not trajectories:
-        return None
+        return RecordedGroups(train_step=train_step)
     order = sorted(range(len(heads)), key=lambda i: heads[i].group)
     shuffled = np.random.default_rng((abs(seed), train_step, 1)).permutation(order).tolist()
     counts = np.cumsum([len(heads[i].trajectories) for i in shuffled])

@@ -210,6 +210,7 @@ class Probe:
             advantages=nothing,
             current_update=0,
             version_updates={version: 0},
+            temperature=self._sampling.temperature,
         )
 
 

@@ -86,8 +86,9 @@ class Processes:
     Args:
         stack: closes them. weights_directory: folder of published versions, on the node of trainer rank 0, or its URL;
             None if there is no trainer.
-        processes: file that names the process of each, for whoever looks at a run from outside.
-        logs: folder with the output of each.
+        directory: run directory. Its folder logs has the output of each process, and processes.json names each process,
+            for whoever looks at a run from outside.
+        console: shows the phases of each.
         trace: gets the time spans of the trainer ranks; None for none.
     """
 
@@ -99,8 +100,8 @@ class Processes:
         placement: Placement,
         stack: contextlib.AsyncExitStack,
         weights_directory: Path | str | None,
-        processes: Path,
-        logs: Path,
+        directory: Path,
+        console: Console,
         trace: Trace | None = None,
     ) -> None:
         self._config = config
@@ -111,20 +112,18 @@ class Processes:
         self._store: Path | None = None  # on each node
         if weights_directory is not None and config.sync.route in ("broadcast", "folder"):
             self._store = Path("/dev/shm") / f"{Path(weights_directory).name}-local"
-        self._processes_file = processes
-        self._logs = logs
+        self._processes_file = directory / "processes.json"
+        self._logs = directory / "logs"
         self._trace = trace
-        self._console: Console | None = None
+        self._console = console
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
-        self._pool: ReplicaPool | None = None
         self._worker_ends: list[Callable[[], Awaitable[None]]] = []
         self._engine_ends: list[Callable[[], Awaitable[None]]] = []  # of trainer and replicas
         stack.push_async_callback(self._close)
 
-    async def start(self, console: Console) -> tuple[TrainerClient, list[ReplicaClient], Path]:
+    async def start(self) -> tuple[TrainerClient, list[ReplicaClient], Path]:
         """Trainer and replicas on the checkpoint that RL starts from, warm-started first if configured."""
-        self._console = console
         config, warm = self._config, self._config.warm_start
         folder = warm_start_folder(warm, task=config.task, seed=config.seed, trainer=config.trainer)
         ready = config.model.checkpoint or (folder if folder.is_dir() else None)
@@ -142,7 +141,7 @@ class Processes:
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
-                console.phase("trainer", f"warm start {step}/{warm.steps}, loss {loss:.4f}")
+                self._phase("trainer", f"warm start {step}/{warm.steps}, loss {loss:.4f}")
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
@@ -152,9 +151,8 @@ class Processes:
         await cold.call(TrainerRank.reset_optimizer, config.optimizer)
         return cold, await self._start_replicas(), folder
 
-    async def start_engines(self, checkpoint: Path, console: Console) -> list[ReplicaClient]:
+    async def start_engines(self, checkpoint: Path) -> list[ReplicaClient]:
         """Replicas on a checkpoint, without a trainer."""
-        self._console = console
         self._checkpoint = await self._plain(checkpoint)
         return await self._start_replicas()
 
@@ -189,31 +187,29 @@ class Processes:
 
     async def start_rollout_workers(self, workers: Sequence[WorkerClient], pool: ReplicaPool) -> None:
         """Start `workers` on the replicas of `pool`."""
-        self._pool = pool
         self._phase("workers", f"starting {len(workers)}")
         async with asyncio.TaskGroup() as starts:
             for worker in workers:
-                starts.create_task(self._start_worker(worker))
+                starts.create_task(self._start_worker(worker, pool))
         self._phase("workers", "ready")
 
-    async def remove_worker(self, lost: Worker) -> None:
+    async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
-        assert self._pool is not None
         await self._closing(cast(WorkerClient, lost).close)()
-        for member in self._pool.live_or_none:
+        for member in pool.live_or_none:
             replica = cast(ReplicaClient, member.replica)
             try:
-                async with self._pool.calling(member):
+                async with pool.calling(member):
                     await replica.forget_client(lost.name)
             except EngineError:
                 replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerClient:
+    async def start_worker(self, *, slot: int, name: str, pool: ReplicaPool) -> WorkerClient:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         options, timeout_s = self._placement.worker(slot), self._config.cluster.start_timeout_s
         await self._wait_for_node(name, options, timeout_s=timeout_s, error=WorkerLostError)
         worker = self._create_worker(slot=slot, name=name)
-        await self._start_worker(worker)
+        await self._start_worker(worker, pool)
         return worker
 
     async def start_queue(self) -> QueueClient:
@@ -300,9 +296,8 @@ class Processes:
         options, log = self._placement.worker(slot), self._logs / f"{name}.log"
         return WorkerClient.create(self._config.cluster, name=name, options=options, log=log)
 
-    async def _start_worker(self, worker: WorkerClient) -> None:
-        assert self._pool is not None
-        replicas = [member.replica for member in await self._pool.serving()]
+    async def _start_worker(self, worker: WorkerClient, pool: ReplicaPool) -> None:
+        replicas = [member.replica for member in await pool.serving()]
         await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas)
         self._worker_ends.append(self._closing(worker.close))
         self._name({worker.name: await worker.pid(timeout_s=self._config.cluster.call_timeout_s)})
@@ -322,8 +317,7 @@ class Processes:
             raise error(f"{name}: no node of the cluster had room for it within {timeout_s:g} s; add one") from cause
 
     def _phase(self, process: str, text: str) -> None:
-        if self._console is not None:
-            self._console.phase(process, text)
+        self._console.phase(process, text)
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes
@@ -331,7 +325,7 @@ class Processes:
             file.write_text(json.dumps(self._processes) + "\n")
         for name in processes:
             log = self._logs / f"{name}.log"
-            if self._console is not None and not log.exists():
+            if not log.exists():
                 self._console.note(f"{name} has no log at {log}: its node cannot write there", level=logging.WARNING)
 
     def _closing(self, close: Callable[..., Awaitable[None]]) -> Callable[[], Awaitable[None]]:

@@ -9,73 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Generic
 
 from ray.exceptions import ObjectLostError
 
-from agent_loop.loop import Prompt
 from async_rl.cluster.queue import QueueClient, QueueUnavailable
 from async_rl.cluster.trainer import TrainerLostError
 from async_rl.config import RunConfig
-from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.controller import Controller
-from async_rl.controller.interfaces import ControllerConfig, Trainer
-from async_rl.controller.probe import Probe
+from async_rl.controller.parts import RunParts, T
 from async_rl.controller.resume import Resume
 from async_rl.files.logs import notes_of
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import DeliveryError
 from async_rl.inference.supervisor import ReplicaFactory, RestartLimit, Supervisor
-from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, StoredContent, read_content
 from async_rl.rollout.prompts import PromptOrder
-from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.trainer.rank_methods import TrainerRank
 from message_queue.recovery import Restored
-from message_queue.tokens import RoutingSpec
-
-T = TypeVar("T", bound=Trainer)
-
-
-class PartFactory(Protocol[T]):
-    """Starts the parts that may fail; see `async_rl.controller.processes.Processes`."""
-
-    async def start_queue(self) -> QueueClient: ...
-    async def replace_trainer(self, lost: T) -> T:
-        """Close `lost` and start another in its place; called again with the same `lost` if that fails."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts(Generic[T]):
-    """Parts that outlive a trainer or a queue."""
-
-    processes: PartFactory[T]
-    """Starts and replaces processes."""
-    publisher: Publisher
-    """Loads versions on the replicas."""
-    replicas: Supervisor
-    """Restarts replicas that failed."""
-    rollouts: Dispatcher
-    """Hands out groups to the rollout workers."""
-    routing: RoutingSpec | None
-    """Layout of the routing rows; None if engines return none."""
-    recorder: Recorder
-    """Records of the run."""
-    trace: Trace
-    """Time spans of all processes."""
-    weights_directory: Path | str
-    """Folder of published versions, on the node of trainer rank 0, or its URL."""
-    schedule_replay: NoReplay
-    """Controls the timing of events; rollouts pass through it."""
-    probe: Probe | None = None
-    """Compares engines and trainer at equal weights; None compares nothing."""
 
 
 def supervised(
@@ -108,7 +64,6 @@ class RecoveryLoop(Generic[T]):
 
     Args:
         order: order of the prompts.
-        held_out: prompts of the validation; see CheckedRun.
         resume: state from which the first life continues.
     """
 
@@ -118,22 +73,12 @@ class RecoveryLoop(Generic[T]):
         run_parts: RunParts[T],
         *,
         order: PromptOrder,
-        held_out: Mapping[str, Sequence[Prompt]],
         resume: Resume,
     ) -> None:
         self._config = config
         self._parts = run_parts
         self._order = order
-        self._held_out = held_out
         self._resume = resume
-        self._stopping = False
-        self._pipeline: Controller | None = None
-
-    def request_stop(self) -> None:
-        """See Controller."""
-        self._stopping = True
-        if self._pipeline is not None:
-            self._pipeline.request_stop()
 
     async def run(self, trainer: T) -> bool:
         """Run; if the trainer or the queue fails, continue from the last checkpoint and the journal.
@@ -176,11 +121,18 @@ class RecoveryLoop(Generic[T]):
             contents = GroupContents.of_restart(restored, stored, forget=run_parts.rollouts.forget)
             if self._resume.checkpoint is not None:
                 await trainer.call(TrainerRank.restore, self._resume.checkpoint / "trainer")
-            self._pipeline = self._build_pipeline(queue, contents, trainer, restored)
-            if self._stopping:
-                self._pipeline.request_stop()
+            pipeline = Controller(
+                self._config,
+                run_parts,
+                prompts=self._resume.prompts(self._order, restored),
+                queue=queue,
+                contents=contents,
+                trainer=trainer,
+                start=self._resume.state,
+                restored=restored,
+            )
             try:
-                finished = await self._pipeline.run()
+                finished = await pipeline.run()
                 if finished:
                     output = self._config.output_dir
                     await trainer.call(TrainerRank.save_pretrained, output / "final", like=output / "model")
@@ -214,43 +166,6 @@ class RecoveryLoop(Generic[T]):
     async def _close(self, queue: QueueClient) -> None:
         self._parts.recorder.ledger(await queue.closing_records())
         await queue.close_journal()
-
-    def _build_pipeline(
-        self, queue: QueueClient, contents: GroupContents, trainer: T, restored: Restored
-    ) -> Controller:
-        config, run_parts = self._config, self._parts
-        return Controller(
-            config=ControllerConfig(
-                total_train_steps=config.total_train_steps,
-                publish_every=config.sync.every,
-                updates_per_batch=config.trainer.updates_per_batch,
-                seed=config.seed,
-                recorded_trajectories=config.rollout.record.trajectories if config.rollout.record.steps else 0,
-                validate_every=config.validation.every,
-                validation_samples=config.validation.samples,
-                max_failed_groups=config.rollout.max_failed_groups,
-                drop_without_spread=config.rollout.drop_without_spread,
-                advantage=config.advantage,
-                retained_kv=config.rollout.on_update == "keep" and config.rollout.kv == "keep",
-                weights_directory=run_parts.weights_directory,
-                replica_timeout_s=config.sync.timeout_s,
-            ),
-            prompts=self._resume.prompts(self._order, restored),
-            queue=queue,
-            contents=contents,
-            rollouts=run_parts.rollouts,
-            trainer=trainer,
-            publisher=run_parts.publisher,
-            replicas=run_parts.replicas,
-            held_out=self._held_out,
-            checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
-            recorder=run_parts.recorder,
-            trace=run_parts.trace,
-            start=self._resume.state,
-            restored=restored,
-            schedule_replay=run_parts.schedule_replay,
-            probe=run_parts.probe,
-        )
 
 
 def _lost_part(error: BaseException) -> BaseException | None:

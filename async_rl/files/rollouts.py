@@ -14,8 +14,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
+
+from agent_loop.bounds import Count, bounded
 from agent_loop.text import safe_text
 from agent_loop.tools.tool import ToolCall, opened_reasoning, parse_tool_calls
 from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path
@@ -27,30 +30,18 @@ _NAME = re.compile(r"step-(\d{6,})\.parquet")
 _FAILED_NAME = re.compile(r"failed-(\d{6,})\.jsonl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("rollout.record")
 class RecordConfig:
     """Rollouts that a run keeps on disk."""
 
-    steps: int = 500
+    steps: Annotated[int, Ge(0)] = 500
     """Batches, the newest ones; 0 writes none."""
-    trajectories: int = 64
+    trajectories: Count = 64
     """Trajectories of each batch, at least one group. Groups are whole and chosen at random. Also the most failed
     rollouts that are kept between two train steps."""
-    routing_bytes: int = 1_000_000
+    routing_bytes: Annotated[int, Ge(0)] = 1_000_000
     """Largest size of the routing rows of a batch, at two bytes for each expert and before compression; 0 for none.
     Trajectories whose rows do not fit have none."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"rollout.record.steps is {self.steps}; must be >= 0 (0: no rollouts on disk)")
-        if self.trajectories < 1:
-            raise ValueError(
-                f"rollout.record.trajectories is {self.trajectories}; must be >= 1, or use rollout.record.steps=0"
-            )
-        if self.routing_bytes < 0:
-            raise ValueError(
-                f"rollout.record.routing_bytes is {self.routing_bytes}; must be >= 0 (0: no routing rows on disk)"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 MAX_INPUT_CHARS = 200
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def explain(error: Any, *, prefix: str = "", values: Mapping[str, Any] | None = None) -> str:
@@ -29,7 +30,8 @@ def explain(error: Any, *, prefix: str = "", values: Mapping[str, Any] | None = 
         return f"{where}.name is {error['ctx']['tag']!r}; use {error['ctx']['expected_tags']}"
     value = repr(error["input"])
     shown = value if len(value) <= MAX_INPUT_CHARS else value[:MAX_INPUT_CHARS] + "..."
-    return f"{where} is {shown}: {reason}"
+    limits = [f"{sign} {error['ctx'][key]:g}" for key, sign in _SIGNS.items() if key in error.get("ctx", {})]
+    return f"{where} is {shown}; must be {limits[0]}" if limits else f"{where} is {shown}: {reason}"
 
 
 def _path(loc: tuple[int | str, ...], values: Any) -> list[str]:

@@ -72,7 +72,8 @@ class ReplicaPool:
         self._members = tuple(Member(replica, slot) for slot, replica in enumerate(replicas))
         self._num_slots = len(replicas)
         self._awaited = 0
-        self._to_restart: asyncio.Queue[Member] | None = None
+        self._to_restart: asyncio.Queue[Member] = asyncio.Queue()
+        self._is_supervised = False
         self.changed = Notifier()
         self._avoided: frozenset[str] = frozenset()
         self._failed_starts: dict[str, str] = {}
@@ -123,18 +124,14 @@ class ReplicaPool:
 
     def supervise(self) -> None:
         """Declare that a supervisor takes each `next_lost` replica and answers with `join` or `give_up`."""
-        self._to_restart = asyncio.Queue()
+        self._is_supervised = True
 
     async def next_lost(self) -> Member:
         """Wait for a failed replica that is to be restarted; without `supervise`, wait forever."""
-        if self._to_restart is None:
-            await asyncio.Event().wait()
-        assert self._to_restart is not None
         return await self._to_restart.get()
 
     def put_back(self, member: Member) -> None:
         """Return a failed replica that was not restarted yet; the next `next_lost` returns it."""
-        assert self._to_restart is not None
         self._to_restart.put_nowait(member)
 
     def join(self, replica: PoolReplica, *, slot: int) -> None:
@@ -203,7 +200,7 @@ class ReplicaPool:
         for call in member.calls:
             if not call.expired():  # an expired call ends by itself
                 call.reschedule(now)
-        if self._to_restart is not None:
+        if self._is_supervised:
             self._awaited += 1
             self._to_restart.put_nowait(member)
         if self._on_lost is not None:

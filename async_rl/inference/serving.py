@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
+from annotated_types import Ge, Gt, Le
+
+from agent_loop.bounds import Count, bounded
 from async_rl.weights.model_info import ModelInfo
 
 LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel", "nodes")
-DTYPES = ("float32", "bfloat16", "float16")
-KV_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2")
 ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
 Device = Literal["cpu", "cuda"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("engine")
 class ServingConfig:
     """Settings of a replica that do not depend on its engine."""
 
-    ENGINE: ClassVar[str]
-    """The value that `name` must have."""
     ACCEPTED_ARGS: ClassVar[frozenset[str]]
     """Names that `extra_args` may have."""
     TIED_FAMILIES: ClassVar[tuple[str, ...]]
@@ -29,59 +28,48 @@ class ServingConfig:
 
     name: str
     """Name of the engine: vllm or sglang."""
-    replicas: int = 1
+    replicas: Count = 1
     """Number of replicas of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the engine; `auto` is the GPU if one is reserved for a replica (cluster.gpus_per_replica)."""
-    dtype: str = "float32"
-    """Data type of weights and activations, one of DTYPES."""
-    max_model_len: int = 1024
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Data type of weights and activations: float32, bfloat16 or float16."""
+    max_model_len: Annotated[int, Ge(2)] = 1024
     """Most tokens of prompt and reply together."""
-    max_num_seqs: int = 64
+    max_num_seqs: Count = 64
     """Most requests in one engine step, of each data-parallel group."""
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: Count = 2048
     """Most tokens in one engine step, of each data-parallel group; for SGLang, in one prefill step."""
-    gpu_memory_utilization: float = 0.85
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.85
     """Share of a GPU's memory for weights, their twin and K/V, in (0, 1]."""
-    twin_bytes: int = 0
+    twin_bytes: Annotated[int, Ge(0)] = 0
     """Bytes of this share that the engine leaves to the twin of a rank's weights; a run with `sync.mode=staged` sets
     it."""
     kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Data type of K/V; `auto` is `dtype`. With 8 bits, on a GPU only, engine and trainer differ more: the run ends if
     that exceeds the bound of its probe (`mismatch`)."""
-    tensor_parallel: int = 1
+    tensor_parallel: Count = 1
     """Tensor-parallel ranks of each data-parallel group of a replica."""
-    data_parallel: int = 1
+    data_parallel: Count = 1
     """Groups of ranks in one replica. Each decodes its own requests with all of attention; all share the experts."""
-    expert_parallel: int = 1
+    expert_parallel: Count = 1
     """Ranks that the experts of a layer are spread over: all ranks of a replica, or 1 to split each expert instead."""
-    nodes: int = 1
+    nodes: Count = 1
     """Nodes of one replica, each with the same number of its ranks."""
     enforce_eager: bool | None = None
     """Whether CUDA graphs are off; None uses them on a GPU."""
-    threads: int = 1
+    threads: Count = 1
     """OpenMP threads of one engine process."""
     seed: int = 0
     """Seed of the engine's random state."""
-    load_timeout_s: float = 120.0
+    load_timeout_s: Annotated[float, Gt(0)] = 120.0
     """Bound on one control call, such as a weight load, in seconds."""
-    start_timeout_s: float = 180.0
+    start_timeout_s: Annotated[float, Gt(0)] = 180.0
     """Bound on the start of the engine, in seconds."""
     extra_args: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the engine, under the engine's own names; only those in ACCEPTED_ARGS."""
 
     def __post_init__(self) -> None:
-        if self.name != self.ENGINE:
-            raise ValueError(f"engine.name is {self.name!r}; this configuration is for engine {self.ENGINE!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"engine.device is {self.device!r}; use auto, cpu or cuda")
-        if self.kv_cache_dtype not in KV_DTYPES:
-            raise ValueError(f"engine.kv_cache_dtype is {self.kv_cache_dtype!r}; use one of {', '.join(KV_DTYPES)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"engine.dtype is {self.dtype!r}; use one of {', '.join(DTYPES)}")
-        for name in ("replicas", "max_num_seqs", "max_num_batched_tokens", "threads", *LAYOUT):
-            if getattr(self, name) < 1:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be >= 1")
         if self.expert_parallel not in (1, self.ranks):
             raise ValueError(
                 f"engine.expert_parallel is {self.expert_parallel}; use engine.tensor_parallel x engine.data_parallel "
@@ -92,17 +80,6 @@ class ServingConfig:
                 f"engine.nodes is {self.nodes} with engine.tensor_parallel={self.tensor_parallel} and "
                 f"engine.data_parallel={self.data_parallel}; a node has whole groups, or an equal part of one; use "
                 "a divisor of engine.data_parallel, or engine.data_parallel x a divisor of engine.tensor_parallel"
-            )
-        if self.max_model_len < 2:
-            raise ValueError(f"engine.max_model_len is {self.max_model_len}; must hold a prompt and a reply, so >= 2")
-        if self.twin_bytes < 0:
-            raise ValueError(f"engine.twin_bytes is {self.twin_bytes}; must be >= 0")
-        for name in ("load_timeout_s", "start_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"engine.{name} is {getattr(self, name)}; must be > 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"engine.gpu_memory_utilization is {self.gpu_memory_utilization}; must be a share in (0, 1]"
             )
         if refused := sorted(set(self.extra_args) - self.ACCEPTED_ARGS):
             raise ValueError(

@@ -10,29 +10,26 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import Annotated, Protocol
 
+from annotated_types import Ge
+
+from agent_loop.bounds import Seconds, bounded
 from async_rl.files.logs import notes_of, with_notes
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publisher import Publisher
 from message_queue.errors import EngineError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("supervision")
 class SupervisionConfig:
     """Bounds on restarts; trainer and queue are counted together, each replica on its own."""
 
-    max_restarts: int = 3
+    max_restarts: Annotated[int, Ge(0)] = 3
     """Most restarts within `window_s`; 0 disables restarts."""
-    window_s: float = 600.0
+    window_s: Seconds = 600.0
     """Length in seconds of the sliding window."""
-
-    def __post_init__(self) -> None:
-        if self.max_restarts < 0:
-            raise ValueError(f"supervision.max_restarts is {self.max_restarts}; must be >= 0, where 0 restarts nothing")
-        if not 0 < self.window_s < float("inf"):
-            raise ValueError(f"supervision.window_s is {self.window_s}; must be a positive number of seconds")
 
 
 class RestartLimit:

@@ -26,8 +26,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
+from annotated_types import Ge
+
+from agent_loop.bounds import bounded
 from async_rl.files.masking import MASK
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
@@ -45,7 +48,7 @@ MAX_WAITING = 1_000  # calls that wait for a tracker; more are left out
 CLOSE_S = 60.0  # longest wait for a tracker at the end of a run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("tracking")
 class TrackingConfig:
     """Experiment trackers of a run."""
 
@@ -53,7 +56,7 @@ class TrackingConfig:
     """Trackers that get the metrics, and tables of held-out rollouts if they have tables."""
     project: str = "async_rl"
     """Project (wandb, trackio) or experiment (mlflow) of the run."""
-    samples: int = 32
+    samples: Annotated[int, Ge(0)] = 32
     """Rollouts of a validation round in its table; 0 sends no tables."""
     prometheus_address: str = "127.0.0.1:9464"
     """host:port of the metrics for Prometheus; 0.0.0.0 is every interface."""
@@ -61,8 +64,6 @@ class TrackingConfig:
     def __post_init__(self) -> None:
         if len(set(self.trackers)) != len(self.trackers):
             raise ValueError(f"tracking.trackers is {list(self.trackers)}; name each tracker once")
-        if self.samples < 0:
-            raise ValueError(f"tracking.samples is {self.samples}; must be >= 0 (0: no tables)")
         if not re.fullmatch(r"[^:\s]+:\d{1,5}", self.prometheus_address):
             raise ValueError(
                 f"tracking.prometheus_address is {self.prometheus_address!r}; give host:port, as in 127.0.0.1:9464"

@@ -15,14 +15,17 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import cast
 
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.queue import QueueClient
+from async_rl.config import RunConfig, load_config
 from async_rl.controller.checkpoints import RunState
 from async_rl.controller.controller import Controller
-from async_rl.controller.interfaces import ControllerConfig, Trainer
+from async_rl.controller.interfaces import Trainer
+from async_rl.controller.parts import PartFactory, RunParts
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.stub import InProcess
@@ -36,8 +39,8 @@ from async_rl.plan.worker import GroupLengths, PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
+from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.simulator.virtual_time import run_in_virtual_time
-from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.ledger import LedgerRecord
 from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
@@ -156,19 +159,26 @@ class _Run:
         """Simulate `steps` steps after those in which the pipeline fills."""
         description, scale, workload = self._description, self._scale, self._description.workload
         skipped = description.staleness.max_staleness + 2
-        controller = Controller(
-            config=_config(description, steps=skipped + steps),
-            prompts=PromptSource(_Prompts()),
-            queue=cast(QueueClient, _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
-            contents=GroupContents(),
-            rollouts=self._rollouts,
-            trainer=cast(Trainer, self._trainer),
+        parts = RunParts(
+            processes=cast(PartFactory[Trainer], None),
             publisher=self._publisher(),
             replicas=Replicas(self._replicas),
-            held_out={"": _held_out(description, groups_of=scale.groups_of)},
+            rollouts=self._rollouts,
+            routing=None,
             checkpoints=PlannedCheckpoints(description.interruptions),
             recorder=self._figures,
             trace=self._trace,
+            weights_directory=Path(),
+            held_out={"": _held_out(description, groups_of=scale.groups_of)},
+            schedule_replay=NoReplay(),
+        )
+        controller = Controller(
+            _config(description, steps=skipped + steps),
+            parts,
+            prompts=PromptSource(_Prompts()),
+            queue=cast(QueueClient, _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
+            contents=GroupContents(),
+            trainer=cast(Trainer, self._trainer),
             start=RunState(),
         )
         await controller.run()
@@ -207,16 +217,26 @@ def _replicas(description: Description, scale: Scale) -> list[PlannedReplica]:
     ]
 
 
-def _config(description: Description, *, steps: int) -> ControllerConfig:
-    return ControllerConfig(
+def _config(description: Description, *, steps: int) -> RunConfig:
+    every, config = description.interruptions.validation_every, _defaults()
+    return replace(
+        config,
         total_train_steps=steps,
-        publish_every=description.publish.every,
-        validate_every=description.interruptions.validation_every,
-        max_failed_groups=sys.maxsize,
-        advantage=AdvantageConfig(),
-        weights_directory=Path(),
-        replica_timeout_s=NO_TIMEOUT_S,
+        rollout=replace(
+            config.rollout,
+            max_failed_groups=sys.maxsize,
+            drop_without_spread=0,
+            record=replace(config.rollout.record, steps=0),
+        ),
+        sync=replace(config.sync, every=description.publish.every, timeout_s=NO_TIMEOUT_S),
+        validation=replace(config.validation, every=every),
     )
+
+
+@cache
+def _defaults() -> RunConfig:
+    """Settings of the default run."""
+    return load_config([])
 
 
 def _held_out(description: Description, *, groups_of: float) -> Sequence[Prompt]:

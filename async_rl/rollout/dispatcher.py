@@ -52,12 +52,12 @@ Worker = Stub[RolloutWorker]
 class WorkerFactory(Protocol):
     """Starts and ends the processes of workers."""
 
-    async def remove_worker(self, lost: Worker) -> None:
-        """End the process of a failed worker and its requests in the engines; both are gone when this returns."""
+    async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
+        """End the process of a failed worker and its requests in the engines of `pool`; then both are gone."""
         ...
 
-    async def start_worker(self, *, slot: int, name: str) -> Worker:
-        """Start a worker in the place of a failed one."""
+    async def start_worker(self, *, slot: int, name: str, pool: ReplicaPool) -> Worker:
+        """Start a worker on the engines of `pool` in the place of a failed one."""
         ...
 
 
@@ -330,7 +330,7 @@ class Dispatcher:
             raise error
         self._num_awaited += 1
         try:
-            await self._processes.remove_worker(lost.worker)
+            await self._processes.remove_worker(lost.worker, pool=self._pool)
             lost.gone.set()
             await self._read(groups)
             member = await self._start_successor(self._processes, lost)
@@ -353,7 +353,7 @@ class Dispatcher:
             name = f"{lost.worker.name.rpartition('-')[0]}-{self._num_names}"
             self._num_names += 1
             try:
-                worker = await processes.start_worker(slot=lost.slot, name=name)
+                worker = await processes.start_worker(slot=lost.slot, name=name, pool=self._pool)
                 lost.worker = worker  # if this is cancelled, the next `watch` removes it
                 if self._place is not None:
                     number, self._num_writers = self._num_writers, self._num_writers + 1
@@ -362,7 +362,7 @@ class Dispatcher:
             except WorkerLostError as error:
                 self._note(f"rollout worker {name} did not start: {with_notes(error)}")
                 lost.may_restart = False
-                await processes.remove_worker(lost.worker)
+                await processes.remove_worker(lost.worker, pool=self._pool)
                 continue
             self._live.append(member := _Member(worker, lost.slot))
             self._followed = None

@@ -9,15 +9,18 @@ the rest is trained without it, or another rollout of the same prompt takes its 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import numpy as np
+from annotated_types import Ge, Lt
 
 from agent_loop.boundary import boundary
+from agent_loop.bounds import Count, bounded
 from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.timeline import Timeline, enclosing
 from agent_loop.user_errors import Failure, failure_of, innermost
@@ -67,17 +70,17 @@ OF_CODE = (
 """Kinds of errors that the same code usually raises again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("rollout.failure")
 class FailureConfig:
     """Handling of failed rollouts."""
 
-    max_retries: int = 0
+    max_retries: Annotated[int, Ge(0)] = 0
     """Most retries of one rollout.
 
     An error of a user's code, such as a TypeError, is not retried if it failed another rollout at every try and no
     rollout succeeded since. A prompt that does not fit is never retried.
     """
-    retry_wait_s: float = 0.0
+    retry_wait_s: Annotated[float, Ge(0), Lt(math.inf)] = 0.0
     """Seconds from a failure to its retry."""
     on_failed: OnFailed = "drop"
     """Handling of a group with a permanently failed rollout.
@@ -85,20 +88,8 @@ class FailureConfig:
     `drop`: its other rollouts are cancelled. `rest`: they are trained without it, if at least two are left. `fill`:
     another rollout of the prompt takes its place, up to `max_fills` times; then as `drop`.
     """
-    max_fills: int = 1
+    max_fills: Count = 1
     """Most rollouts that `fill` adds to one group."""
-
-    def __post_init__(self) -> None:
-        if self.max_retries < 0:
-            raise ValueError(f"rollout.failure.max_retries is {self.max_retries}; must be >= 0")
-        if not 0 <= self.retry_wait_s < float("inf"):
-            raise ValueError(f"rollout.failure.retry_wait_s is {self.retry_wait_s}; must be >= 0 seconds")
-        if self.on_failed not in get_args(OnFailed):
-            raise ValueError(f"rollout.failure.on_failed is {self.on_failed!r}; use drop, rest or fill")
-        if self.max_fills < 1:
-            raise ValueError(
-                f"rollout.failure.max_fills is {self.max_fills}; must be >= 1, or use rollout.failure.on_failed=drop"
-            )
 
 
 def session_name(group: int, number: int) -> str:

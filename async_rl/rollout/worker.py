@@ -69,7 +69,7 @@ class RolloutWorker(InProcess):
     Args:
         name: name of the worker.
         rollouter: makes a rollouter that writes to the given log; with None it stores nothing.
-        validator: rolls out held-out prompts; None if there are none.
+        validator: rolls out held-out prompts.
         gate: gate before each tool call.
         pool: this worker's view of the replicas.
         replies_s: longest wait of a flush for the replies of replicas.
@@ -81,7 +81,7 @@ class RolloutWorker(InProcess):
         name: str,
         *,
         rollouter: Callable[[RolloutLog | None], Rollouter],
-        validator: Validator | None,
+        validator: Validator,
         gate: PauseGate,
         pool: ReplicaPool,
         replies_s: float,
@@ -162,7 +162,6 @@ class RolloutWorker(InProcess):
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
-        assert self._validator is not None
         return await self._validator.run(prompts, number=number), self._validator.timeline.take()
 
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 from async_rl.cluster.queue import QueueClient, QueueHost
 from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
 from async_rl.cluster.worker import RolloutHost, WorkerClient
-from async_rl.controller.recovery import RecoveryLoop, RunParts, supervised
+from async_rl.controller.checkpoints import Checkpoints
+from async_rl.controller.parts import RunParts
+from async_rl.controller.recovery import RecoveryLoop, supervised
 from async_rl.controller.resume import Resume
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.recorder import Recorder
@@ -88,8 +90,10 @@ class Run:
         publisher, supervisor = supervised(
             config, self.pool, rollouts=rollouts, start=self.replace_replica, note=self.recorder.warn
         )
-        run_parts = RunParts(
+        order = SimulatedTask(config.task.options, seed=config.seed)
+        self.parts = RunParts(
             processes=self,
+            checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
             publisher=publisher,
             replicas=supervisor,
             rollouts=rollouts,
@@ -97,11 +101,10 @@ class Run:
             recorder=self.recorder,
             trace=Trace(None),
             weights_directory=world.directory / "weights",
+            held_out=held_out_sets(order.validation_prompts(config.validation.prompts)),
             schedule_replay=NoReplay(),
         )
-        order = SimulatedTask(config.task.options, seed=config.seed)
-        held_out = held_out_sets(order.validation_prompts(config.validation.prompts))
-        self.recovery = RecoveryLoop(config, run_parts, order=order, held_out=held_out, resume=resume)
+        self.recovery = RecoveryLoop(config, self.parts, order=order, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Launcher.run` does."""
@@ -154,19 +157,19 @@ class Run:
             asyncio.get_running_loop().call_later(seconds, self.processes[name].die, "killed")
         return successor
 
-    async def remove_worker(self, lost: Worker) -> None:
+    async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
         self.processes[lost.name].die("killed by the driver")
         await asyncio.sleep(LINGER_S)
-        for member in self.pool.live_or_none:
+        for member in pool.live_or_none:
             try:
-                async with self.pool.calling(member):
+                async with pool.calling(member):
                     await cast(ReplicaClient, member.replica).forget_client(lost.name)
             except EngineError:
                 self.processes[member.name].die("killed by the driver")
 
-    async def start_worker(self, *, slot: int, name: str) -> WorkerClient:
+    async def start_worker(self, *, slot: int, name: str, pool: ReplicaPool) -> WorkerClient:
         await asyncio.sleep(START_S)
-        await self.pool.serving()
+        await pool.serving()
         return self._worker(name)
 
     # ---- processes

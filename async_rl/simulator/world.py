@@ -340,7 +340,7 @@ class World:
         if fault is not None and self.run is not None:
             self._happened(fault)
             if fault.kind == "stop is asked for":
-                self.run.recovery.request_stop()
+                self.run.parts.request_stop()
             else:
                 self.kill(fault.point.removeprefix("turn/"))
         since, turn = self._progress

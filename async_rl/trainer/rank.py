@@ -411,7 +411,7 @@ class TrainerRank:
 
     def _record(self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, MicroBatches]]) -> None:
         """Start to write the recorded groups of a batch, on the rank that has the recorder."""
-        if plan.batch.recorded is None:
+        if not plan.batch.recorded.heads:
             return
         values = recorded_values(
             plan,

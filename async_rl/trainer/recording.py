@@ -119,7 +119,6 @@ def recorded_values(
         sum_over_ranks: sums a float64 vector in place; called at most once.
     """
     batch, recorded = plan.batch, plan.batch.recorded
-    assert recorded is not None
     wanted = np.isin(batch.index[:, 0], list(recorded.heads))
     numbers = [[n for n in _trained(update) if wanted[n]] for update, _ in planned]
     counts = [int(batch.num_loss_tokens[number]) for own in numbers for number in own]
@@ -198,7 +197,6 @@ class RolloutRecorder:
             RecordingError: the earlier step could not be written.
         """
         self.flush()
-        assert batch.recorded is not None
         heads = batch.recorded.heads
         contents = [content if group in heads else () for group, content in enumerate(batch.contents)]
         self._writing = self._thread.submit(self._write, replace(batch, contents=contents), values, moe_layers)
@@ -214,7 +212,6 @@ class RolloutRecorder:
             writing.result()
 
     def _write(self, batch: TrainingBatch, values: SequenceValues, moe_layers: Sequence[int]) -> None:
-        assert batch.recorded is not None
         train_step = batch.recorded.train_step
         table = rollout_table(
             batch,
@@ -249,7 +246,6 @@ def rollout_table(
         moe_layers: global numbers of the MoE layers, from 0.
         routing_bytes: see `RecordConfig`.
     """
-    assert batch.recorded is not None
     rows: list[dict[str, Any]] = []
     tokens: list[_Tokens] = []
     for group, head in sorted(batch.recorded.heads.items()):
@@ -297,7 +293,6 @@ class _Recorded(NamedTuple):
 
 def _by_path(batch: TrainingBatch, group: int, trajectory: int) -> dict[int, list[_Recorded]]:
     """Path -> its sequences among those of a trajectory; path 0 without any for a failed rollout."""
-    assert batch.recorded is not None
     own = np.flatnonzero((batch.index[:, :2] == (group, trajectory)).all(axis=1)).tolist()
     numbers = {int(batch.index[number, 2]): number for number in own}
     heads = batch.recorded.heads[group].trajectories[trajectory].sequences

@@ -66,6 +66,8 @@ class MicroBatch:
     context-parallel group. The column `trajectory` has indices into it."""
     context: RowContext
     """Rows, rotary angles and routing."""
+    temperature: float
+    """Divisor of the logits, as of the batch."""
     has_padding: bool
     """Whether the rows of this rank include padding."""
 
@@ -189,6 +191,7 @@ class MicroBatchBuilder:
                 rotary=self._rotary_at(rows.positions),
                 routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows),
             ),
+            temperature=self._batch.temperature,
             has_padding=bool((rows.index < 0).any()),
         )
 
@@ -322,7 +325,7 @@ class Objective:
         rows, targets, kept = hidden[0, micro_batch.loss_rows], micro_batch.targets, micro_batch.kept
         settings: dict[str, Any] = {
             "layer": self.layer,
-            "temperature": 1.0 if self.kind == "supervised" else self.loss.temperature,
+            "temperature": micro_batch.temperature,
             "with_entropy": self.kind == "policy",
         }
         if kept is None:

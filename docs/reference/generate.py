@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
+from agent_loop.bounds import bounds_of
 from async_rl.config import CONFIGS, RunConfig, preset_names
 from async_rl.metrics.registry import METRICS
 
@@ -114,7 +115,7 @@ PAGES = {"config.md": config_page, "metrics.md": metrics_page, "../architecture.
 
 def _sections(kind: type[Any], prefix: str, title: str) -> Iterator[str]:
     """The table of a config class, then those of its fields that are config classes."""
-    texts, hints = _field_texts(kind), get_type_hints(kind)
+    texts, hints, bounds = _field_texts(kind), get_type_hints(kind), get_type_hints(kind, include_extras=True)
     rows: list[str] = []
     nested: list[tuple[type[Any], str, str]] = []
     for field in fields(kind):
@@ -123,10 +124,13 @@ def _sections(kind: type[Any], prefix: str, title: str) -> Iterator[str]:
             tag = "" if len(members) == 1 else f" ({member.__dataclass_fields__['name'].default})"
             nested.append((member, f"{prefix}{field.name}.", f"{prefix}{field.name}{tag}"))
         if not members:
-            rows.append(f"| `{prefix}{field.name}` | {_default(field)} | {_cell(texts[field.name])} |\n")
+            value = ", ".join(
+                [_default(field), *(f"{sign} {limit:g}" for sign, limit in bounds_of(bounds[field.name]))]
+            )
+            rows.append(f"| `{prefix}{field.name}` | {value} | {_cell(texts[field.name])} |\n")
     if rows:
         summary = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-        yield f"## {title}\n\n{summary}\n\n| key | default | meaning |\n|---|---|---|\n{''.join(rows)}"
+        yield f"## {title}\n\n{summary}\n\n| key | default, bounds | meaning |\n|---|---|---|\n{''.join(rows)}"
     for member, below, name in nested:
         yield from _sections(member, below, name)
 

@@ -65,9 +65,9 @@ def run(folder, script):
 def test_the_recipe_of_a_loss_makes_one_that_trains_a_step(copied):
     code = module_of("docs/guides/loss.md", "capped_proximal.py")
     losses = copied / "async_rl" / "trainer" / "loss" / "losses.py"
-    insert(losses, "LossConfig = Annotated[", code[code.index("@dataclass") :] + "\n\n")
+    insert(losses, "LossConfig = Annotated[", code[code.index("@bounded") :] + "\n\n")
     losses.write_text(losses.read_text().replace("\n    PPOClip | ", "\n    CappedProximal | PPOClip | "))
-    preset = "name: capped_proximal\ntemperature: ${rollout.sampling.temperature}\n"
+    preset = "name: capped_proximal\n"
     (copied / "configs" / "loss" / "capped_proximal.yaml").write_text(preset)
     made = run(copied, LOSS)
     assert made["loss"].startswith("CappedProximal(") and "cap=1.5" in made["loss"]

@@ -18,6 +18,7 @@ from tests.parallel.support import (
     MARKS,
     NO_UPDATE,
     TRAINER,
+    VOCAB,
     assert_equal_gradients,
     assert_equal_steps,
     gradients,
@@ -29,6 +30,7 @@ from tests.parallel.support import (
     reference_step,
     start_trainer,
     supervised_terms,
+    training_batch_of,
 )
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
@@ -209,6 +211,12 @@ def test_the_reference_is_the_frozen_weights_of_the_start(checkpoint):
         bound = 2 * (expected.loss_bound + KL.kl_coefficient * math.exp(0.5) * expected.logprob_bound)
         numerics.assert_within(abs(frozen_metrics["loss"] - given_metrics["loss"]), bound)
     assert_equal_gradients(gradients(frozen), expected, gradients(given))
+
+
+def test_logprobs_are_of_the_distribution_at_the_temperature_of_the_batch(checkpoint):
+    trainer, batch = start_trainer(checkpoint), training_batch_of(make_batch(seed=1))
+    usual, hot = (torch.cat(trainer.logprobs(replace(batch, temperature=t))) for t in (1.0, 1e6))
+    assert usual.std() > 0.1 and (hot + math.log(VOCAB)).abs().max() < 1e-3, "all tokens are as likely"
 
 
 def test_score_is_by_the_weights_of_the_last_snapshot_and_changes_none(checkpoint):

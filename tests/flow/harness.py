@@ -19,9 +19,10 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.queue import QueueClient, QueueHost
-from async_rl.config import CheckpointConfig, MismatchConfig
+from async_rl.config import CheckpointConfig, MismatchConfig, SyncConfig, ValidationConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState
-from async_rl.controller.controller import Controller, ControllerConfig
+from async_rl.controller.controller import Controller
+from async_rl.controller.parts import RunParts
 from async_rl.controller.probe import Probe
 from async_rl.controller.resume import failed_prompts
 from async_rl.files.rollouts import RecordConfig
@@ -392,33 +393,27 @@ class Harness:
             timeout_s=publish_timeout_s,
             trace=self.trace,
         )
-        self._pipeline_options = {
-            "config": ControllerConfig(
-                total_train_steps=steps,
-                publish_every=publish_every,
-                updates_per_batch=updates_per_batch,
-                validate_every=validate_every,
-                validation_samples=validation_samples,
+        self.config = SimpleNamespace(
+            total_train_steps=steps,
+            seed=0,
+            output_dir=directory,
+            advantage=AdvantageConfig(),
+            checkpoint=CheckpointConfig(every=checkpoint_every),
+            rollout=SimpleNamespace(
                 max_failed_groups=max_failed_groups,
                 drop_without_spread=drop_without_spread,
-                advantage=AdvantageConfig(),
-                weights_directory=directory / "weights",
-                replica_timeout_s=publish_timeout_s,
+                kv="recompute",
+                record=RecordConfig(steps=0),
+                sampling=SamplingConfig(temperature=0.5),
             ),
-            "rollouts": self.rollouts,
-            "trainer": self.trainer,
-            "publisher": publisher,
-            "replicas": self.pool,
-            "held_out": held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {}),
-            "checkpoints": self.checkpoints,
-            "recorder": self.recorder,
-            "trace": self.trace,
-            "schedule_replay": self.schedule_replay,
-            "start": start,
-        }
+            sync=SyncConfig(every=publish_every, timeout_s=publish_timeout_s),
+            trainer=SimpleNamespace(updates_per_batch=updates_per_batch),
+            validation=ValidationConfig(every=validate_every, samples=validation_samples),
+        )
+        found = None
         if probe is not None:
             self.trainer.may_end = self._is_probed
-            self._pipeline_options["probe"] = Probe(
+            found = Probe(
                 self.pool,
                 config=probe,
                 dtypes=("float32",),
@@ -428,6 +423,7 @@ class Harness:
                 timeout_s=LIMITS.generate_timeout_s,
                 routing=SPEC,
             )
+        supervisor = self.pool
         if supervision is not None:
             options_of_new = iter(new_replicas)
 
@@ -437,9 +433,21 @@ class Harness:
                 self.replicas.append(made)
                 return made
 
-            self._pipeline_options["replicas"] = Supervisor(
-                self.pool, publisher, start=start_replica, config=supervision, note=self.spy.note
-            )
+            supervisor = Supervisor(self.pool, publisher, start=start_replica, config=supervision, note=self.spy.note)
+        self.parts = RunParts(
+            processes=None,
+            checkpoints=self.checkpoints,
+            publisher=publisher,
+            replicas=supervisor,
+            rollouts=self.rollouts,
+            routing=SPEC,
+            recorder=self.recorder,
+            trace=self.trace,
+            weights_directory=directory / "weights",
+            held_out=held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {}),
+            schedule_replay=self.schedule_replay,
+            probe=found,
+        )
         if journal is None:
             self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
 
@@ -449,11 +457,14 @@ class Harness:
 
     def build(self, prompts: PromptSource) -> None:
         self.pipeline = Controller(
+            self.config,
+            self.parts,
             prompts=prompts,
             queue=self.queue,
             contents=self.contents,
+            trainer=self.trainer,
+            start=self.start,
             restored=self.restored,
-            **self._pipeline_options,
         )
 
     async def open(self) -> None:

@@ -180,7 +180,7 @@ async def stop_and_continue(directory):
     first = Life(directory, mean_length=40)
     run = asyncio.create_task(first.harness.run())
     await first.harness.trainer.three_done.wait()
-    first.harness.pipeline.request_stop()
+    first.harness.parts.request_stop()
     assert await run is False
     second = Life(directory, mean_length=40)
     assert await second.harness.run()

@@ -25,7 +25,7 @@ async def test_a_resumed_run_continues_with_the_next_row_of_the_epoch(tmp_path):
     first = Life(tmp_path, order=order(), loop_fail=note)
     run = asyncio.create_task(first.harness.run())
     await first.harness.trainer.three_done.wait()
-    first.harness.pipeline.request_stop()
+    first.harness.parts.request_stop()
     assert not await run
     before = len(rolled)
     second = Life(tmp_path, order=order(), loop_fail=note)

@@ -35,6 +35,7 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
     assert set(replica) == {"fake-0 publish 0"}, "a load is inside its pause"
     assert kinds["controller"] >= {*CHAIN, "wait", "export", "checkpoint"} - {"trajectory"}
     for batch in harness.trainer.batches:
+        assert batch.temperature == 0.5, "of rollout.sampling"
         for sequence in map(batch.sequence, range(len(batch))):
             rows = sequence.routed_experts
             assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()
@@ -153,7 +154,7 @@ async def test_run_ends_beside_a_worker_that_blocks_in_a_publish(tmp_path, how):
     if how == "stop request":
         while len(trainer.exported) < 3:  # noqa: ASYNC110 - the third waits for the first to be published
             await asyncio.sleep(0.001)
-        harness.pipeline.request_stop()
+        harness.parts.request_stop()
     if how == "cancellation":
         run.cancel()
     with pytest.raises((ExceptionGroup, asyncio.CancelledError)) as caught:  # as no other worker may be started
@@ -166,7 +167,7 @@ async def test_stopped_run_continues_from_its_checkpoint_without_a_journal(tmp_p
     first = Harness(tmp_path, steps=8, token_s=0.001, trainer=FakeTrainer(step_s=0.01))
     run = asyncio.create_task(first.run())
     await first.trainer.three_done.wait()
-    first.pipeline.request_stop()
+    first.parts.request_stop()
     assert await run is False
     state = read_run_state(first.checkpoints.latest())
     assert state.train_step == len(first.trainer.batches)
@@ -197,7 +198,7 @@ async def test_a_stop_is_obeyed_though_a_batch_is_ready(tmp_path):
             if len(self.batches) == 3:
                 while (await harness.queue.snapshot()).ready < 4:  # noqa: ASYNC110 - a batch
                     await asyncio.sleep(0)
-                harness.pipeline.request_stop()
+                harness.parts.request_stop()
             return metrics
 
     harness = Harness(tmp_path, max_staleness=3, steps=8, trainer=StoppingTrainer())

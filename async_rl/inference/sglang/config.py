@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from agent_loop.bounds import bounded
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.serving import ServingConfig, device_of, serving_problems
 from async_rl.weights.model_info import ModelInfo, read_model_info
@@ -58,11 +58,10 @@ OWN_VARIABLES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("engine")
 class SglangConfig(ServingConfig):
     """Settings of one SGLang replica; `extra_args` are server arguments under their Python names."""
 
-    ENGINE: ClassVar[str] = "sglang"
     ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
     TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from agent_loop.bounds import Count, bounded
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.serving import (
     Device,
@@ -55,20 +56,19 @@ OWN_VARIABLES = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("engine")
 class VllmConfig(ServingConfig):
     """Settings of one vLLM replica; `extra_args` are fields of vLLM's AsyncEngineArgs."""
 
-    ENGINE: ClassVar[str] = "vllm"
     ACCEPTED_ARGS: ClassVar[frozenset[str]] = ACCEPTED_ARGS
     TIED_FAMILIES: ClassVar[tuple[str, ...]] = TIED_FAMILIES
 
     name: Literal["vllm"] = "vllm"
     """Name of the engine."""
-    kv_cache_bytes: int | None = None
+    kv_cache_bytes: Count | None = None
     """K/V memory on the CPU, in bytes; None is room for 4 x max_num_seqs requests of full length, at most 2 GiB, at
     least 64 MiB and for one request."""
-    block_size: int | None = None
+    block_size: Count | None = None
     """Tokens per K/V block; None is 32 on the CPU, and vLLM's choice on a GPU or for multi-head latent attention."""
 
     def __post_init__(self) -> None:
@@ -78,9 +78,7 @@ class VllmConfig(ServingConfig):
                 f"engine.max_num_batched_tokens is {self.max_num_batched_tokens}, less than "
                 f"engine.max_num_seqs={self.max_num_seqs}; a step decodes one token per request, so raise it"
             )
-        if self.kv_cache_bytes is not None and self.kv_cache_bytes <= 0:
-            raise ValueError(f"engine.kv_cache_bytes is {self.kv_cache_bytes}; must be > 0")
-        if self.block_size is not None and (self.block_size < 1 or self.block_size % CPU_MLA_BLOCK):
+        if self.block_size is not None and self.block_size % CPU_MLA_BLOCK:
             raise ValueError(
                 f"engine.block_size is {self.block_size}; must be a multiple of {BLOCK_MULTIPLE} "
                 f"({CPU_MLA_BLOCK} for latent attention on the CPU), or null for the right one"

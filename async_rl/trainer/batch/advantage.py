@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from agent_loop.bounds import bounded
 from message_queue.heads import GroupHead
 
 GroupAdvantageName = Literal["grpo", "dr_grpo", "rloo"]
@@ -25,7 +26,7 @@ _VARIANCE_EPSILON = 1e-8  # of REINFORCE++, as in verl and OpenRLHF
 _SPREAD = 1e-6  # smaller reward differences count as equal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("advantage")
 class AdvantageConfig:
     """How rewards become advantages.
 
@@ -50,10 +51,6 @@ class AdvantageConfig:
 
     name: AdvantageName = "grpo"
     """One of the names above."""
-
-    def __post_init__(self) -> None:
-        if self.name not in get_args(AdvantageName):
-            raise ValueError(f"advantage.name is {self.name!r}; use {' or '.join(get_args(AdvantageName))}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -22,7 +22,7 @@ update 5, and version v has v updates. Positions 3 and 4 have lag 1; position 6 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -58,10 +58,10 @@ class LossTokens(NamedTuple):
 class RecordedGroups:
     """Groups of a batch whose rollouts are written to disk; see `async_rl.trainer.recording`."""
 
-    train_step: int
+    train_step: int = 0
     """Train step that the batch ends with."""
-    heads: Mapping[int, GroupHead]
-    """Index in `TrainingBatch.contents` -> head."""
+    heads: Mapping[int, GroupHead] = field(default_factory=dict[int, GroupHead])
+    """Index in `TrainingBatch.contents` -> head; empty if none are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,12 +106,14 @@ class TrainingBatch:
     """Tokens sampled by weights with fewer optimizer updates are not in the loss."""
     retained_kv: bool = False
     """Whether the engines keep K/V across weight updates (rollout.on_update=keep with rollout.kv=keep)."""
+    temperature: float = 1.0
+    """Sampling temperature of the tokens in the loss; logits are divided by it."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
     rewards: BatchRewards | None = None
     """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
-    recorded: RecordedGroups | None = None
-    """Groups whose rollouts are written to disk; None for none."""
+    recorded: RecordedGroups = field(default_factory=RecordedGroups)
+    """Groups whose rollouts are written to disk."""
 
     def __len__(self) -> int:
         """Number of sequences S."""
@@ -204,6 +206,7 @@ def training_batch(
     version_updates: Mapping[int, int],
     min_update: int = 0,
     retained_kv: bool = False,
+    temperature: float = 1.0,
     mini_batches: Mapping[int, int] | None = None,
     rewards: BatchRewards | None = None,
 ) -> TrainingBatch:
@@ -213,7 +216,7 @@ def training_batch(
         heads: [G].
         contents: [G], content of each group or a reference to it.
         advantages: of the trajectories that did not fail, in the order of `batch_rewards`.
-        current_update, version_updates, min_update, retained_kv: see TrainingBatch.
+        current_update, version_updates, min_update, retained_kv, temperature: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
         rewards: see TrainingBatch.
 
@@ -253,6 +256,7 @@ def training_batch(
         version_updates=version_updates,
         min_update=min_update,
         retained_kv=retained_kv,
+        temperature=temperature,
         admitted_updates=[head.admitted_update for head in heads],
         rewards=rewards,
     )

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
+from agent_loop.bounds import Count, bounded
 from async_rl.trainer.loss.ratios import (
     ANY,
     BEHAVIOUR,
@@ -64,7 +66,7 @@ __all__ = [
 
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
-Count = Literal["all", "informative"]
+CountedGroups = Literal["all", "informative"]
 KLPlace = Literal["loss", "reward"]
 
 _LARGEST_KL_RATIO = 3.0  # nat
@@ -93,7 +95,7 @@ class Surrogate:
         return -value, touched
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class PolicyLoss(ABC):
     """Base of the objectives, with the fields that apply to all of them.
 
@@ -107,52 +109,34 @@ class PolicyLoss(ABC):
     aggregation: Aggregation = "token_mean"
     """Mean over all tokens, mean over trajectories of the mean of each, mean over prompt groups of the mean of each, or
     (`fixed_length`) sum over tokens / (trajectories x fixed_length); see `token_weights`."""
-    fixed_length: int | None = None
+    fixed_length: Count | None = None
     """Tokens; only for aggregation=fixed_length."""
-    count: Count = "all"
+    count: CountedGroups = "all"
     """Groups in these means. `all` includes groups with equal rewards, as in the papers; `informative` leaves them out
     of the loss, as if they had not been sampled."""
-    kl_coefficient: float = 0.0
+    kl_coefficient: Annotated[float, Ge(0)] = 0.0
     """Factor of the KL to the reference; 0 for none."""
     kl_in: KLPlace = "loss"
     """`loss` adds `kl_term` to the loss. `reward` subtracts log(proximal / reference) of the tokens from the reward, as
     `BatchRewards.with_kl` describes."""
     kl_estimator: KLEstimator = "k3"
     """See `kl_estimate`."""
-    kl_weight_cap: float = 2.0
+    kl_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on the importance weight of the KL term; see `kl_term`."""
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: Annotated[float, Ge(0)] = 0.0
     """Factor of the entropy, which is subtracted from the loss."""
-    temperature: float = 1.0
-    """Sampling temperature of the engine; logits are divided by it."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("aggregation", Aggregation),
-            ("count", Count),
-            ("kl_estimator", KLEstimator),
-            ("kl_in", KLPlace),
-        ):
-            self._require(name, getattr(self, name) in get_args(allowed), " or ".join(get_args(allowed)))
-        for name in ("kl_coefficient", "entropy_coefficient"):
-            self._require(name, getattr(self, name) >= 0, ">= 0")
-        self._require("kl_weight_cap", self.kl_weight_cap > 0, "> 0")
         if (self.aggregation == "fixed_length") != (self.fixed_length is not None):
             raise ValueError(
                 f"loss.aggregation is {self.aggregation} with loss.fixed_length={self.fixed_length}; set a length "
                 "(such as rollout.limits.max_tokens) with aggregation=fixed_length, and null with any other"
             )
-        self._require("fixed_length", self.fixed_length is None or self.fixed_length >= 1, ">= 1")
         if self.kl_coefficient == 0:
             self._refuse_changed("kl_in", "kl_estimator", "kl_weight_cap", other="kl_coefficient=0")
         elif self.kl_in == "reward":
             # Rewards are penalised by k1. With this penalty the rewards of hardly any group are equal.
             self._refuse_changed("kl_estimator", "kl_weight_cap", "count", other="kl_in=reward")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        """Refuse the value of the field `name` unless it `holds`."""
-        if not holds:
-            raise ValueError(f"loss.{name} is {getattr(self, name)}; must be {rule}")
 
     def _refuse_changed(self, *names: str, other: str) -> None:
         """Refuse values of the fields `names` other than their defaults, because they have no effect with `other`."""
@@ -193,13 +177,13 @@ class PolicyLoss(ABC):
         return tuple(w.filter for w in self.surrogate().weights if w.filter is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class ClippedLoss(PolicyLoss):
     """Base of the objectives with PPO's clip: min(r A, clip(r) A) of some ratio r."""
 
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
     """Ratios below 1 - clip_low are clipped."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Gt(0)] = 0.28
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: float | None = None
     """Upper bound on the ratio of tokens with negative advantage, which PPO does not bound; None for no bound. Ye et
@@ -207,17 +191,15 @@ class ClippedLoss(PolicyLoss):
 
     def __post_init__(self) -> None:
         PolicyLoss.__post_init__(self)
-        self._require("clip_low", 0 < self.clip_low <= 1, "in (0, 1]")
-        self._require("clip_high", self.clip_high > 0, "> 0")
-        least = 1 + self.clip_high
-        self._require("dual_clip", self.dual_clip is None or self.dual_clip > least, f"> 1 + clip_high = {least}")
+        if self.dual_clip is not None and not self.dual_clip > (least := 1 + self.clip_high):
+            raise ValueError(f"loss.dual_clip is {self.dual_clip}; must be > 1 + loss.clip_high = {least}")
 
     def clipped(self, ratio: Ratio) -> Weight:
         """The weight with PPO's clip of `ratio`."""
         return pessimistic_clip(ratio, low=1 - self.clip_low, high=1 + self.clip_high, ceiling=self.dual_clip)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class PPOClip(ClippedLoss):
     """min(r A, clip(r) A). Schulman et al. 2017, arXiv 1707.06347, eq. 7.
 
@@ -231,7 +213,7 @@ class PPOClip(ClippedLoss):
         return Surrogate((self.clipped(CURRENT / BEHAVIOUR),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class DecoupledPPO(ClippedLoss):
     """min(proximal / behaviour, cap) min(r' A, clip(r') A), r' = current / proximal. Hilton et al. 2022, arXiv
     2110.00641, without the cap, which is from `TIS`.
@@ -241,19 +223,15 @@ class DecoupledPPO(ClippedLoss):
 
     name: Literal["decoupled_ppo"] = "decoupled_ppo"
     """Name of the objective."""
-    behaviour_weight_cap: float = 2.0
+    behaviour_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on proximal / behaviour."""
-
-    def __post_init__(self) -> None:
-        ClippedLoss.__post_init__(self)
-        self._require("behaviour_weight_cap", self.behaviour_weight_cap > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         correction = truncate(PROXIMAL / BEHAVIOUR, cap=self.behaviour_weight_cap)
         return Surrogate((correction, self.clipped(CURRENT / PROXIMAL)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class TIS(PolicyLoss):
     """sg(min(r, cap)) A log current (truncated importance sampling). Yao et al. 2025, "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training".
@@ -263,18 +241,14 @@ class TIS(PolicyLoss):
 
     name: Literal["tis"] = "tis"
     """Name of the objective."""
-    behaviour_weight_cap: float = 2.0
+    behaviour_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on current / behaviour."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("behaviour_weight_cap", self.behaviour_weight_cap > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         return Surrogate((truncate(CURRENT / BEHAVIOUR, cap=self.behaviour_weight_cap),), score=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class IcePop(ClippedLoss):
     """k 1[mask_low <= k <= mask_high] min(r' A, clip(r') A), k = proximal / behaviour, r' = current / proximal (masked
     importance sampling). Ling team 2025, "Every Step Evolves" (Ring-1T), arXiv 2510.18855.
@@ -282,22 +256,17 @@ class IcePop(ClippedLoss):
 
     name: Literal["icepop"] = "icepop"
     """Name of the objective."""
-    mask_low: float = 0.5
+    mask_low: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Tokens whose proximal / behaviour is below this are dropped."""
-    mask_high: float = 5.0
+    mask_high: Annotated[float, Gt(1)] = 5.0
     """Tokens whose proximal / behaviour is above this are dropped."""
-
-    def __post_init__(self) -> None:
-        ClippedLoss.__post_init__(self)
-        self._require("mask_low", 0 <= self.mask_low < 1, "in [0, 1)")
-        self._require("mask_high", self.mask_high > 1, "> 1")
 
     def surrogate(self) -> Surrogate:
         calibration = mask(PROXIMAL / BEHAVIOUR, low=self.mask_low, high=self.mask_high)
         return Surrogate((calibration, self.clipped(CURRENT / PROXIMAL)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class DIS(PolicyLoss):
     """sg(r 1[1 - clip_low <= r <= 1 + clip_high]) A log current (double-sided importance sampling). GLM-5, arXiv
     2602.15763, section 4.
@@ -305,41 +274,31 @@ class DIS(PolicyLoss):
 
     name: Literal["dis"] = "dis"
     """Name of the objective."""
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
     """Tokens with a ratio below 1 - clip_low are dropped."""
-    clip_high: float = 0.28
+    clip_high: Annotated[float, Gt(0)] = 0.28
     """Tokens with a ratio above 1 + clip_high are dropped."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("clip_low", 0 < self.clip_low <= 1, "in (0, 1]")
-        self._require("clip_high", self.clip_high > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         return Surrogate((mask(CURRENT / BEHAVIOUR, low=1 - self.clip_low, high=1 + self.clip_high),), score=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class CISPO(PolicyLoss):
     """sg(clip(r)) A log current. MiniMax-M1, arXiv 2506.13585. The defaults clip only above."""
 
     name: Literal["cispo"] = "cispo"
     """Name of the objective."""
-    clip_low: float = 1.0
+    clip_low: Annotated[float, Gt(0), Le(1)] = 1.0
     """Ratios below 1 - clip_low are clipped."""
-    clip_high: float = 1.0
+    clip_high: Annotated[float, Gt(0)] = 1.0
     """Ratios above 1 + clip_high are clipped."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("clip_low", 0 < self.clip_low <= 1, "in (0, 1]")
-        self._require("clip_high", self.clip_high > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         return Surrogate((clip(CURRENT / BEHAVIOUR, low=1 - self.clip_low, high=1 + self.clip_high),), score=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class M2PO(PolicyLoss):
     """M r A, M = 0 for the tokens with the largest |log(proximal / behaviour)| in the update: the fewest such that its
     mean square over the remaining tokens is at most max_second_moment. Zheng et al. 2025, arXiv 2510.01161.
@@ -349,12 +308,8 @@ class M2PO(PolicyLoss):
 
     name: Literal["m2po"] = "m2po"
     """Name of the objective."""
-    max_second_moment: float = 0.04
+    max_second_moment: Annotated[float, Gt(0)] = 0.04
     """Largest mean of the squared log ratios of the remaining tokens, in nat^2."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("max_second_moment", self.max_second_moment > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         """The equation above with M = 1."""
@@ -368,7 +323,7 @@ class M2PO(PolicyLoss):
         return Surrogate((keep(PROXIMAL / BEHAVIOUR, positive=near, negative=near), unbounded(CURRENT / BEHAVIOUR)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class GSPO(ClippedLoss):
     """min(b, cap) min(s A, clip(s) A), s = geometric mean of current / proximal over the trajectory. Zheng et al. 2025,
     arXiv 2507.18071.
@@ -380,25 +335,21 @@ class GSPO(ClippedLoss):
 
     name: Literal["gspo"] = "gspo"
     """Name of the objective."""
-    clip_low: float = 3e-4
+    clip_low: Annotated[float, Gt(0), Le(1)] = 3e-4
     """Means below 1 - clip_low are clipped."""
-    clip_high: float = 4e-4
+    clip_high: Annotated[float, Gt(0)] = 4e-4
     """Means above 1 + clip_high are clipped."""
-    behaviour_weight_cap: float = 2.0
+    behaviour_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on the geometric mean of proximal / behaviour."""
     aggregation: Aggregation = "sequence_mean"
     """See `PolicyLoss`; the paper has the mean over trajectories."""
-
-    def __post_init__(self) -> None:
-        ClippedLoss.__post_init__(self)
-        self._require("behaviour_weight_cap", self.behaviour_weight_cap > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         correction = truncate((PROXIMAL / BEHAVIOUR).geometric, cap=self.behaviour_weight_cap)
         return Surrogate((correction, self.clipped((CURRENT / PROXIMAL).geometric)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class SequenceTIS(PolicyLoss):
     """sg(min(P, cap)) A log current, P = product of r over the trajectory. Liu et al. 2025, "When Speed Kills
     Stability".
@@ -409,39 +360,31 @@ class SequenceTIS(PolicyLoss):
 
     name: Literal["sequence_tis"] = "sequence_tis"
     """Name of the objective."""
-    behaviour_weight_cap: float = 2.0
+    behaviour_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on the product of current / behaviour."""
     aggregation: Aggregation = "sequence_mean"
     """See `PolicyLoss`."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("behaviour_weight_cap", self.behaviour_weight_cap > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         return Surrogate((truncate((CURRENT / BEHAVIOUR).product, cap=self.behaviour_weight_cap),), score=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class SequenceMIS(PolicyLoss):
     """sg(P 1[P <= cap]) A log current, P and source as in `SequenceTIS`."""
 
     name: Literal["sequence_mis"] = "sequence_mis"
     """Name of the objective."""
-    behaviour_weight_cap: float = 2.0
+    behaviour_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Trajectories whose product of current / behaviour is above this are dropped."""
     aggregation: Aggregation = "sequence_mean"
     """See `PolicyLoss`."""
-
-    def __post_init__(self) -> None:
-        PolicyLoss.__post_init__(self)
-        self._require("behaviour_weight_cap", self.behaviour_weight_cap > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         return Surrogate((mask((CURRENT / BEHAVIOUR).product, high=self.behaviour_weight_cap),), score=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("loss")
 class SequenceMask(ClippedLoss):
     """M min(r A, clip(r) A), M = 0 if A < 0 and the mean of log(behaviour / current) over the trajectory exceeds
     max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556, which also uses the engine's policy as the old policy.
@@ -449,14 +392,10 @@ class SequenceMask(ClippedLoss):
 
     name: Literal["sequence_mask"] = "sequence_mask"
     """Name of the objective."""
-    max_sequence_drift: float = 0.5
+    max_sequence_drift: Annotated[float, Gt(0)] = 0.5
     """Largest mean of log(behaviour / current) of a trajectory with negative advantage, in nat per token."""
     aggregation: Aggregation = "sequence_mean"
     """See `PolicyLoss`."""
-
-    def __post_init__(self) -> None:
-        ClippedLoss.__post_init__(self)
-        self._require("max_sequence_drift", self.max_sequence_drift > 0, "> 0")
 
     def surrogate(self) -> Surrogate:
         r, near = CURRENT / BEHAVIOUR, Interval(low=math.exp(-self.max_sequence_drift))

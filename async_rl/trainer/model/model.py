@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args
+from dataclasses import field
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le
+
+from agent_loop.bounds import Count, bounded
 
 Dtype = Literal["float32", "bfloat16"]
 Recompute = Literal["none", "selective", "full"]
@@ -13,7 +17,7 @@ RouterReplayMode = Literal["none", "R2", "R3"]
 LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("trainer.parallel")
 class ParallelConfig:
     """Sizes of the parallel groups. The data-parallel size is ranks / (tensor x pipeline x context).
 
@@ -23,27 +27,22 @@ class ParallelConfig:
         ValueError: a size is out of range; the message names the field.
     """
 
-    tensor: int = 1
+    tensor: Count = 1
     """Splits attention heads, dense layers and the vocabulary. A size above 1 includes sequence parallelism. If it is a
     multiple of the number of key-value heads, several ranks compute with the same key-value head."""
-    pipeline: int = 1
+    pipeline: Count = 1
     """Splits layers, as evenly as possible; see `layers_per_stage`."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: Count = 1
     """Interleaved model chunks per pipeline rank."""
-    expert: int = 1
+    expert: Count = 1
     """Splits experts over ranks that are data or context parallel for the rest of the model, or tensor parallel if
     expert_tensor < tensor."""
-    expert_tensor: int | None = None
+    expert_tensor: Count | None = None
     """Splits the weights of each expert; None for the size `tensor`."""
-    context: int = 1
+    context: Count = 1
     """Splits sequences."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "virtual_pipeline", "expert", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"trainer.parallel.{name} is {getattr(self, name)}; must be >= 1")
-        if self.expert_tensor is not None and self.expert_tensor < 1:
-            raise ValueError(f"trainer.parallel.expert_tensor is {self.expert_tensor}; must be >= 1 or null")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             raise ValueError(
                 f"trainer.parallel.virtual_pipeline is {self.virtual_pipeline} with pipeline=1; "
@@ -91,7 +90,7 @@ class ParallelConfig:
         return self.tensor if self.expert_tensor is None else self.expert_tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("trainer.lora")
 class LoraConfig:
     """Low-rank adapters: a linear layer computes with W + alpha / rank * B A, and only A and B are trained.
 
@@ -102,9 +101,9 @@ class LoraConfig:
         ValueError: a value is out of range; the message names the field.
     """
 
-    rank: int = 0
+    rank: Annotated[int, Ge(0)] = 0
     """Rank of the adapters; 0 trains all weights."""
-    alpha: float = 32.0
+    alpha: Annotated[float, Gt(0)] = 32.0
     """The product of the adapters is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ()
     """Layers with an adapter, by the last part of their names in the checkpoint: `q_proj`, `k_proj`, `v_proj`,
@@ -112,15 +111,11 @@ class LoraConfig:
     linear layers of attention, MLP and experts. Routers, norms, embedding and output head are never adapted."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"trainer.lora.rank is {self.rank}; must be >= 0 (0 trains all weights)")
-        if not self.alpha > 0:
-            raise ValueError(f"trainer.lora.alpha is {self.alpha}; must be > 0")
         if repeated := sorted({name for name in self.target_modules if self.target_modules.count(name) > 1}):
             raise ValueError(f"trainer.lora.target_modules has {repeated[0]} twice; name each once")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("trainer")
 class TrainerConfig:
     """Settings of the trainer ranks.
 
@@ -128,7 +123,7 @@ class TrainerConfig:
         ValueError: a value is out of range or fields contradict each other; the message names the fields.
     """
 
-    ranks: int = 1
+    ranks: Count = 1
     """Processes."""
     dtype: Dtype = "float32"
     """Of weights and activations; optimizer state is float32."""
@@ -156,54 +151,36 @@ class TrainerConfig:
     router_replay: RouterReplayMode = "R3"
     """R3 forces the experts that the engine chose, R2 the experts that a forward pass of the trainer chose before the
     first update of the batch; with `none` the live router chooses."""
-    replay_threshold: float = 0.0
+    replay_threshold: Annotated[float, Ge(0), Le(1)] = 0.0
     """A recorded expert is replayed only if its router probability is at least this times the lowest probability in the
     router's own top-k; 0 replays all recorded experts."""
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: Count = 4096
     """Tokens of a forward pass per data-parallel and context-parallel rank. A longer sequence is a micro-batch."""
-    updates_per_batch: int = 1
+    updates_per_batch: Count = 1
     """Optimizer steps per batch. The prompt groups of a batch are split into this many mini-batches."""
-    threads: int | None = None
+    threads: Count | None = None
     """CPU threads per rank; null is its share of the cores that it may use: by the GPUs of its node, or by the ranks if
     they train on CPUs."""
-    aux_loss_coefficient: float = 0.0
+    aux_loss_coefficient: Annotated[float, Ge(0)] = 0.0
     """Factor of the load-balance loss in RL."""
-    supervised_aux_loss_coefficient: float = 0.01
+    supervised_aux_loss_coefficient: Annotated[float, Ge(0)] = 0.01
     """Factor of the load-balance loss in supervised steps."""
     distributed_optimizer: bool = False
     """Split optimizer state over data-parallel ranks."""
     seed: int = 0
     """Of the random state of every rank."""
-    peak_flops: float | None = None
+    peak_flops: Annotated[float, Gt(0)] | None = None
     """Most floating-point operations per second of a GPU, for the metric `throughput/mfu`; null for the dense bfloat16
     rate of NVIDIA's data sheet. It is known for bfloat16 training on common GPUs; else the metric is absent."""
-    timeout_s: float = 300.0
+    timeout_s: Annotated[float, Gt(0)] = 300.0
     """Seconds; bound on the rendezvous and on each collective."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "micro_batch_tokens", "updates_per_batch", "threads"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"trainer.{name} is {value}; must be >= 1")
-        for name in ("aux_loss_coefficient", "supervised_aux_loss_coefficient"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"trainer.{name} is {getattr(self, name)}; must be >= 0")
-        if not 0 <= self.replay_threshold <= 1:
-            raise ValueError(
-                f"trainer.replay_threshold is {self.replay_threshold}; must be in 0..1, 0 for no threshold"
-            )
         if self.replay_threshold and self.router_replay == "none":
             raise ValueError(
                 f"trainer.replay_threshold is {self.replay_threshold}, but trainer.router_replay is none; "
                 "set replay_threshold=0, or replay with R2 or R3"
             )
-        if self.peak_flops is not None and not self.peak_flops > 0:
-            raise ValueError(f"trainer.peak_flops is {self.peak_flops}; must be > 0, or null for the known rate")
-        if self.timeout_s <= 0:
-            raise ValueError(f"trainer.timeout_s is {self.timeout_s}; must be > 0")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"trainer.dtype is {self.dtype!r}; use float32 or bfloat16")
-        if self.recompute not in ("none", "selective", "full"):
-            raise ValueError(f"trainer.recompute is {self.recompute!r}; use none, selective or full")
         if unknown := sorted(set(self.recompute_modules) - set(get_args(RecomputeModule))):
             raise ValueError(
                 f"trainer.recompute_modules has {', '.join(unknown)}; use {', '.join(get_args(RecomputeModule))}"
@@ -215,8 +192,6 @@ class TrainerConfig:
                 f"trainer.offload_activations is true with trainer.recompute={self.recompute}, so that all activations "
                 "of each layer would be copied; set recompute=full"
             )
-        if self.layer_spec not in ("auto", "local", "transformer_engine"):
-            raise ValueError(f"trainer.layer_spec is {self.layer_spec!r}; use auto, local or transformer_engine")
         if self.layer_spec == "transformer_engine" and self.dtype != "bfloat16":
             raise ValueError(
                 f"trainer.layer_spec is transformer_engine with trainer.dtype={self.dtype}, for which it has "
@@ -227,8 +202,6 @@ class TrainerConfig:
                 f"trainer.layer_spec is transformer_engine with trainer.lora.rank={self.lora.rank}, but adapters are "
                 "merged in the layers of the local spec only; use layer_spec=auto or local, or lora.rank=0"
             )
-        if self.router_replay not in ("none", "R2", "R3"):
-            raise ValueError(f"trainer.router_replay is {self.router_replay!r}; use none, R2 or R3")
         self._check_layout()
 
     def _check_layout(self) -> None:

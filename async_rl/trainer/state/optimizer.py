@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Le, Lt
+
+from agent_loop.bounds import bounded
 from async_rl.trainer.model.model import TrainerConfig
 
 if TYPE_CHECKING:
     from async_rl.trainer.state.optimizer_state import State
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@bounded("optimizer")
 class OptimizerConfig:
     """AdamW and its learning-rate schedule.
 
@@ -24,47 +26,33 @@ class OptimizerConfig:
         ValueError: a value is out of range; the message names the field.
     """
 
-    lr: float = 1e-6
-    """Learning rate after the warm-up, below 1: AdamW moves each weight by about this much per update."""
-    min_lr: float = 0.0
+    lr: Annotated[float, Gt(0), Lt(1)] = 1e-6
+    """Learning rate after the warm-up: AdamW moves each weight by about this much per update. 1e-6 is usual for all
+    weights of a language model, 1e-5 to 1e-4 with LoRA."""
+    min_lr: Annotated[float, Ge(0)] = 0.0
     """Learning rate after the decay."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of Adam's moments."""
-    eps: float = 1e-8
+    eps: Annotated[float, Gt(0)] = 1e-8
     """Adam's epsilon."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Ge(0)] = 0.0
     """Of matrices; biases and norms have none."""
-    clip_grad: float = 1.0
+    clip_grad: Annotated[float, Ge(0)] = 1.0
     """Bound on the global gradient norm; 0 for no bound."""
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, Ge(0)] = 0
     """Updates over which the learning rate rises linearly."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the decay to min_lr."""
-    decay_steps: int = 0
+    decay_steps: Annotated[int, Ge(0)] = 0
     """Updates of the decay, after the warm-up."""
-    cpu_offload: float = 0.0
+    cpu_offload: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share (0..1) of Adam's state and arithmetic that is moved from the GPU to the CPU."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be > 0")
-        if self.lr >= 1:
-            raise ValueError(
-                f"optimizer.lr is {self.lr}; must be below 1, because AdamW moves each weight by about this much per "
-                "update: 1e-6 is usual for all weights of a language model, 1e-5 to 1e-4 with LoRA"
-            )
-        if not 0 <= self.min_lr <= self.lr:
+        if self.min_lr > self.lr:
             raise ValueError(f"optimizer.min_lr is {self.min_lr}; must be in 0..lr={self.lr}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optimizer.betas is {self.betas}; need two values in [0, 1)")
-        for name in ("weight_decay", "clip_grad", "warmup_steps", "decay_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; must be >= 0")
-        if not 0 <= self.cpu_offload <= 1:
-            raise ValueError(f"optimizer.cpu_offload is {self.cpu_offload}; must be in 0..1")
-        if self.decay not in ("constant", "linear", "cosine"):
-            raise ValueError(f"optimizer.decay is {self.decay!r}; use constant, linear or cosine")
         if self.decay != "constant" and self.decay_steps == 0:
             raise ValueError(f"optimizer.decay is {self.decay} with decay_steps=0; set decay_steps, in updates")
 

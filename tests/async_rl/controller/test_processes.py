@@ -70,15 +70,18 @@ class FakePlacement:
             raise TimeoutError
 
 
-def processes_of(tmp_path, stack, *, placement, overrides=()):
+QUIET = SimpleNamespace(note=lambda *_args, **_options: None, phase=lambda *_args: None)
+
+
+def processes_of(tmp_path, stack, *, placement, overrides=(), console=QUIET):
     return Processes(
         load_config([f"output_dir={tmp_path}", *overrides]),
         task=None,
         placement=placement,
         stack=stack,
         weights_directory=tmp_path / "versions",
-        processes=tmp_path / "processes.json",
-        logs=tmp_path,
+        directory=tmp_path,
+        console=console,
     )
 
 
@@ -102,7 +105,7 @@ async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_only(trainers,
         ("queue", QueueUnavailable, lambda running: running.replace_trainer(FakeTrainer())),
         ("replica 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
         ("replica 1 node 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
-        ("worker 1", WorkerLostError, lambda running: running.start_worker(slot=1, name="worker-2")),
+        ("worker 1", WorkerLostError, lambda running: running.start_worker(slot=1, name="worker-2", pool=None)),
     ],
 )
 async def test_a_part_without_a_node_that_has_room_is_not_started(full, error, replace, trainers, tmp_path):
@@ -208,8 +211,8 @@ async def test_a_replica_that_cannot_forget_a_dead_worker_is_killed(tmp_path):
     other = FakeClosed("replica-1")
     async with contextlib.AsyncExitStack() as stack:
         running = processes_of(tmp_path, stack, placement=FakePlacement())
-        pool = running._pool = ReplicaPool([lost, other])
-        await running.remove_worker(FakeClosed("worker-0"))
+        pool = ReplicaPool([lost, other])
+        await running.remove_worker(FakeClosed("worker-0"), pool=pool)
     assert (lost.killed, other.killed) == (True, False), "it may come back with the requests of the worker"
     assert list(pool.lost) == ["replica-0"] and other.forgot == ["worker-0"]
 
@@ -269,7 +272,7 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(first, error, f
         publisher=SimpleNamespace(resume=resume),
         processes=SimpleNamespace(replace_trainer=replace_trainer),
     )
-    recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, held_out=(), resume=None)
+    recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, resume=None)
     monkeypatch.setattr(recovery, "_run_once", run_once)
     if failures < SupervisionConfig().max_restarts:
         assert await recovery.run("first")
@@ -298,21 +301,22 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
     console = SimpleNamespace(
         note=lambda text, level=0: notes.append(text), phase=lambda process, text: notes.append(text)
     )
+    (tmp_path / "logs").mkdir()
     for name in ("trainer-0", "replica-0"):
-        (tmp_path / f"{name}.log").touch()
+        (tmp_path / "logs" / f"{name}.log").touch()
     ready = set()
     for trains in (True, True, False):
         async with contextlib.AsyncExitStack() as stack:
-            running = processes_of(tmp_path, stack, placement=FakePlacement())
+            running = processes_of(tmp_path, stack, placement=FakePlacement(), console=console)
             running._config = replace(
                 running._config,
                 model=ModelConfig(checkpoint=checkpoint, cache=tmp_path / "cache"),
                 trainer=replace(running._config.trainer, router_replay="none"),
             )
             if trains:
-                ready.add((await running.start(console))[2])
+                ready.add((await running.start())[2])
             else:
-                await running.start_engines(checkpoint, console)
+                await running.start_engines(checkpoint)
     (folder,) = ready
     assert given == [folder] * 5 and folder.parent == tmp_path / "cache"
     assert not is_quantized(folder) and (folder / "model.safetensors").is_file()

@@ -85,11 +85,11 @@ def test_processes_report_a_process_without_a_log(tmp_path):
         placement=None,
         stack=contextlib.AsyncExitStack(),
         weights_directory=tmp_path,
-        processes=tmp_path / "processes.json",
-        logs=tmp_path,
+        directory=tmp_path,
+        console=SimpleNamespace(note=lambda text, *, level: notes.append(text)),
     )
-    workers._console = SimpleNamespace(note=lambda text, *, level: notes.append(text))
-    (tmp_path / "queue.log").touch()
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "queue.log").touch()
     workers._name({"queue": 1, "replica-0": 2})
     (note,) = notes
-    assert "replica-0" in note and str(tmp_path / "replica-0.log") in note
+    assert "replica-0" in note and str(tmp_path / "logs" / "replica-0.log") in note

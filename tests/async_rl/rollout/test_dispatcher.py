@@ -129,11 +129,11 @@ class Started:
             list(self.workers.values()), pool=self.pool, processes=self, config=config, note=self.notes.append
         )
 
-    async def remove_worker(self, lost):
+    async def remove_worker(self, lost, *, pool):
         self.removed.append(lost.name)
         await self.may_remove.wait()
 
-    async def start_worker(self, *, slot, name):
+    async def start_worker(self, *, slot, name, pool):
         self.started.append((slot, name))
         made = self.workers[name] = FakeWorker(name)
         return made
@@ -173,7 +173,7 @@ async def test_a_group_goes_to_the_worker_with_the_fewest_groups():
 
 async def test_a_dead_worker_is_reported_once_if_its_restart_is_cancelled():
     run = Started("worker-0", "worker-1")
-    run.remove_worker = lambda _lost: asyncio.Event().wait()
+    run.remove_worker = lambda _lost, *, pool: asyncio.Event().wait()
     async with run:
         run.workers["worker-0"].die()
         await turns()
@@ -224,7 +224,7 @@ async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
                 await super().pause_tools()
                 await may_answer.wait()
 
-        async def start_worker(*, slot, name):
+        async def start_worker(*, slot, name, pool):
             made = run.workers[name] = Slow(name)
             return made
 

@@ -82,7 +82,7 @@ class Rope:
             return (1 - kept) / (self.llama3.factor * powers) + kept / powers
         if self.yarn is None:
             return 1.0 / powers
-        first, last = (self._channel(turns) for turns in (self.yarn.beta_fast, self.yarn.beta_slow))
+        first, last = (self._channel(turns, self.yarn) for turns in (self.yarn.beta_fast, self.yarn.beta_slow))
         if self.yarn.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, self.dim - 1)
@@ -91,10 +91,9 @@ class Rope:
         kept = 1 - interpolated
         return 1.0 / (self.yarn.factor * powers) * (1 - kept) + 1.0 / powers * kept
 
-    def _channel(self, turns: float) -> float:
+    def _channel(self, turns: float, yarn: Yarn) -> float:
         """The channel pair (fractional) with `turns` rotations over the original length."""
-        assert self.yarn is not None
-        return self.dim * math.log(self.yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+        return self.dim * math.log(yarn.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
 
 def read_rope(config: dict[str, Any], *, head_dim: int, partial_rotary: float | None = None) -> Rope:
