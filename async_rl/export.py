@@ -120,7 +120,8 @@ def checkpoint_of(directory: Path, step: int | None) -> Path:
     Raises:
         ValueError: there is none; names those that there are.
     """
-    from async_rl.controller.checkpoints import CheckpointConfig, Checkpoints
+    from async_rl.config import CheckpointConfig
+    from async_rl.controller.checkpoints import Checkpoints
 
     checkpoints = directory / "checkpoints"
     steps = Checkpoints(checkpoints, config=CheckpointConfig()).steps()

@@ -384,7 +384,7 @@ class Controller:
         if due and self._train_step > self._replayed:
             await self._compare(wait=math.isnan(self._k3_probe))
             await self._export()
-        seconds = _now() - started
+        seconds = max(1e-9, _now() - started)  # in virtual time a step may take none
         metrics["step/seconds"] = seconds
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)

@@ -19,7 +19,6 @@ from async_rl.weights.transport import WeightUpdate
 from message_queue.tokens import WeightVersion
 
 CLOSE_S = 1e-6
-LEAST_S = 1e-6  # of a step; the controller divides by its seconds
 
 
 class PlannedTrainer(InProcess):
@@ -48,7 +47,7 @@ class PlannedTrainer(InProcess):
         self._opened = opened
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        await self._work(max(LEAST_S, self._rates.train_s + float(batch.lengths.sum()) * self._token_s))
+        await self._work(self._rates.train_s + float(batch.lengths.sum()) * self._token_s)
         await asyncio.sleep(self._rates.switch_s)
         return {}
 

@@ -88,6 +88,6 @@ def test_a_draw_from_many_values_copies_none_of_them():
 
 
 def test_plan_imports_neither_torch_nor_ray():
-    code = "import sys, async_rl.plan; print({'torch', 'ray', 'vllm', 'hydra'} & set(sys.modules))"
+    code = "import sys, async_rl.plan.simulation; print({'torch', 'ray', 'vllm', 'hydra'} & set(sys.modules))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "set()"
