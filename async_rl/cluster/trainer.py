@@ -21,7 +21,7 @@ from async_rl.files.logs import log_failure, open_log
 from async_rl.files.rollouts import FOLDER
 from async_rl.metrics.trace import Trace
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from async_rl.trainer.model.model import rank_environment
+from async_rl.trainer.model.model import LoraConfig, TrainerConfig, rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.rank_methods import TrainerRank
 from message_queue.errors import AsyncRLError
@@ -64,7 +64,7 @@ class TrainerHost:
         self._store = open_store(ray.util.get_node_ip_address())
         return f"{self._store.host}:{self._store.port}"
 
-    def start(self, config: RunConfig, *, checkpoint: Path, rank: int, rendezvous: str) -> int:
+    def start(self, config: RunConfig, *, checkpoint: Path, rank: int, rendezvous: str, warm_start: bool) -> int:
         """Build the rank, of which the first one writes the recorded rollouts of each batch; returns the process id."""
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
@@ -79,8 +79,8 @@ class TrainerHost:
                 recorder = RolloutRecorder(config.output_dir.resolve() / FOLDER, config=record, tokenizer=tokenizer)
             serves = sync.route in ("broadcast", "direct")
             self._rank = TrainerRank(
-                config=config.trainer,
-                optimizer=config.optimizer,
+                config=trainer_of(config, warm_start=warm_start),
+                optimizer=config.warm_start.optimizer if warm_start else config.optimizer,
                 loss=config.loss,
                 checkpoint=checkpoint,
                 rank=rank,
@@ -135,6 +135,11 @@ _HERE = cast(Any, TrainerHost)  # whose methods take the place of those of the r
 TrainerActor = cast(Any, ray.remote)(concurrency_groups={"save": 1})(TrainerHost)
 
 
+def trainer_of(config: RunConfig, *, warm_start: bool) -> TrainerConfig:
+    """Settings of the ranks; a warm start trains all weights, without adapters."""
+    return replace(config.trainer, lora=LoraConfig()) if warm_start else config.trainer
+
+
 class TrainerClient:
     """All trainer ranks as one; every call goes to every rank and rank 0 answers.
 
@@ -187,13 +192,17 @@ class TrainerClient:
         placement: Placement,
         logs: Path | None = None,
         trace: Trace | None = None,
+        warm_start: bool = False,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
+
+        Args:
+            warm_start: whether they train all weights, with the optimizer of the warm start.
 
         Raises:
             TrainerLostError: a rank did not start; all are killed.
         """
-        trainer = config.trainer
+        trainer = trainer_of(config, warm_start=warm_start)
         environment = {"env_vars": {**config.cluster.rank_env, **rank_environment(trainer)}}
         actors = [
             TrainerActor.options(**placement.rank(i), runtime_env=environment, max_restarts=0).remote(
@@ -206,7 +215,7 @@ class TrainerClient:
         failed = TrainerLostError  # also if a rank raises, perhaps because another one died
         try:
             (rendezvous,) = await client._all("open_rendezvous", [actors[0].open_rendezvous.remote()], failed=failed)
-            meeting = {"checkpoint": checkpoint, "rendezvous": rendezvous}
+            meeting = {"checkpoint": checkpoint, "rendezvous": rendezvous, "warm_start": warm_start}
             starts = [actor.start.remote(config, rank=rank, **meeting) for rank, actor in enumerate(actors)]
             client.pids = await client._all("start", starts, failed=failed)
         except BaseException:

@@ -35,7 +35,6 @@ from async_rl.metrics.recorder import Console
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
-from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.model_info import is_quantized
 from async_rl.weights.quantized import dequantize, plain_folder
@@ -136,8 +135,7 @@ class Processes:
                 replicas = starts.create_task(self._start_replicas())
             return trainer.result(), replicas.result(), ready
         initial = self._initial_checkpoint()
-        whole = replace(config.trainer, lora=LoraConfig())
-        cold = await self._start_trainer(replace(config, trainer=whole, optimizer=warm.optimizer), initial)
+        cold = await self._start_trainer(config, initial, warm_start=True)
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
@@ -249,10 +247,15 @@ class Processes:
             stopped.set()  # if the run is cancelled, the thread ends after its tensor
         return folder
 
-    async def _start_trainer(self, config: RunConfig, checkpoint: Path) -> TrainerClient:
+    async def _start_trainer(self, config: RunConfig, checkpoint: Path, *, warm_start: bool = False) -> TrainerClient:
         self._phase("trainer", f"starting {config.trainer.ranks} ranks")
         client = await TrainerClient.start(
-            config, checkpoint=checkpoint, placement=self._placement, logs=self._logs, trace=self._trace
+            config,
+            checkpoint=checkpoint,
+            placement=self._placement,
+            logs=self._logs,
+            trace=self._trace,
+            warm_start=warm_start,
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})

@@ -8,12 +8,13 @@ import torch
 from async_rl.config import MismatchConfig
 from async_rl.controller.probe import Probe
 from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.stub import InProcess
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from message_queue.training_sequence import SampledRun, TrainingSequence
 from tests.conformance.engines import EngineUnderTest, prompts
 
 
-class ScoresOfTruth:
+class ScoresOfTruth(InProcess):
     """Scores by transformers with the weights of a version, over the rows of the engine, whose weights are not used."""
 
     def __init__(self, tested: EngineUnderTest, *, version: int) -> None:
