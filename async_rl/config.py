@@ -809,11 +809,6 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.failure.on_failed is 'rest' with {trainer.data_parallel} data-parallel ranks, over which "
             "a batch with failed rollouts does not divide; use rollout.failure.on_failed=fill or drop"
         )
-    if config.loss.temperature != rollout.sampling.temperature:
-        yield (
-            f"loss.temperature is {config.loss.temperature} with rollout.sampling.temperature="
-            f"{rollout.sampling.temperature}; logprobs are only comparable at one temperature, so set both alike"
-        )
     for path, sampling in (("rollout", rollout.sampling), ("validation", config.validation_sampling)):
         if isinstance(config.engine, SglangConfig) and sampling.top_k >= MAX_KEPT:
             yield (

@@ -632,10 +632,12 @@ class TrainerActor:
         delta: bool,
         broadcast: bool,
         direct: Backend | None,
+        temperature: float,
     ) -> None:
         """rollouts: folder in which the first rank writes rollouts within the bounds of `record`; None for none.
 
-        delta, direct: see `TrainerRank`. broadcast: whether published versions are served from the memory of this node.
+        delta, direct, temperature: see `TrainerRank`. broadcast: whether published versions are served from the memory
+        of this node.
         """
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
@@ -659,6 +661,7 @@ class TrainerActor:
                 host=ray.util.get_node_ip_address() if broadcast or direct else None,
                 direct=direct,
                 recorder=recorder,
+                temperature=temperature,
             )
 
     # Each call returns its answer, and the time spans of this rank that ended since the last call.

@@ -106,6 +106,7 @@ class ReplicaClient:
 
         Args:
             options: of the actor.
+            temperature: sampling temperature of the engine.
             variables: of the environment, beside those that the engine needs.
             log: file of its output; each further node has one beside it.
             store: directory of its node to which it brings published versions; None if it reads them where the trainer
@@ -270,6 +271,7 @@ class TrainerClient:
         delta: bool = False,
         broadcast: bool = False,
         direct: Backend | None = None,
+        temperature: float = 1.0,
         trace: Trace | None = None,
     ) -> TrainerClient:
         """Start all ranks; they meet at an address of rank 0.
@@ -280,6 +282,7 @@ class TrainerClient:
             direct: backend by which the ranks serve versions from their own memory; None if they write files.
             rollouts: folder in which rank 0 writes the recorded groups of each batch; None if there are none.
             record: bounds on these files; None if there are none.
+            temperature: sampling temperature of the engine.
             variables: of the environment, beside those that a rank needs.
 
         Raises:
@@ -307,6 +310,7 @@ class TrainerClient:
                 "delta": delta,
                 "broadcast": broadcast,
                 "direct": direct,
+                "temperature": temperature,
             }
             await client._all("start", [a.start.remote(rank=i, **common) for i, a in enumerate(actors)])
             client.pids = await client._all("pid", [a.pid.remote() for a in actors])

@@ -281,6 +281,7 @@ class Processes:
             delta=config.sync.delta,
             broadcast=config.sync.route == "broadcast",
             direct=config.sync.backend if config.sync.route == "direct" else None,
+            temperature=config.rollout.sampling.temperature,
             trace=self._trace,
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))

@@ -27,6 +27,7 @@ class ForwardBackward:
     Args:
         config: settings of the trainer.
         loss: the policy loss.
+        temperature: sampling temperature of the engine.
         groups: process groups of this rank.
         model: this rank's part of the model.
     """
@@ -36,11 +37,13 @@ class ForwardBackward:
         *,
         config: TrainerConfig,
         loss: LossConfig,
+        temperature: float,
         groups: ProcessGroups,
         model: BuiltModel,
     ) -> None:
         self._config = config
         self._loss = loss
+        self._temperature = temperature
         self._groups = groups
         self._model = model
 
@@ -101,6 +104,7 @@ class ForwardBackward:
         return Objective(
             kind=kind,
             loss=self._loss,
+            temperature=self._temperature,
             layer=self._model.output_layer(float32=self._config.fp32_lm_head),
             context_group=context_group(),
             surrogate=surrogate,

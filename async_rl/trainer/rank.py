@@ -87,6 +87,7 @@ class TrainerRank:
             `direct`).
         direct: backend by which engines receive versions from the memory of this rank; None with other routes.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
+        temperature: sampling temperature of the engine.
 
     Attributes:
         timeline: time spans of this rank. On a GPU they end when the host continues, not when the kernels have ended.
@@ -110,6 +111,7 @@ class TrainerRank:
         host: str | None = None,
         direct: Backend | None = None,
         recorder: RolloutRecorder | None = None,
+        temperature: float = 1.0,
     ) -> None:
         torch.set_num_threads(threads_of(config))
         _reuse_freed_memory()
@@ -139,7 +141,9 @@ class TrainerRank:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._planner = Planner(config=config, loss=loss)
         self._peak = _peak(config, self._groups.device)
-        self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self._model)
+        self._forward_backward = ForwardBackward(
+            config=config, loss=loss, temperature=temperature, groups=self._groups, model=self._model
+        )
 
     @property
     def model(self) -> BuiltModel:

@@ -309,6 +309,8 @@ class Objective:
     """The policy loss."""
     layer: OutputLayer | None
     """The output layer; None before the last pipeline stage, which does not compute the objective."""
+    temperature: float = 1.0
+    """Sampling temperature of the engine; logits are divided by it."""
     context_group: Any = None
     """Ranks with other tokens of the same trajectories; None for a single rank."""
     surrogate: Surrogate | None = None
@@ -322,7 +324,7 @@ class Objective:
         rows, targets, kept = hidden[0, micro_batch.loss_rows], micro_batch.targets, micro_batch.kept
         settings: dict[str, Any] = {
             "layer": self.layer,
-            "temperature": 1.0 if self.kind == "supervised" else self.loss.temperature,
+            "temperature": 1.0 if self.kind == "supervised" else self.temperature,
             "with_entropy": self.kind == "policy",
         }
         if kept is None:

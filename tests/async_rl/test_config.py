@@ -130,10 +130,7 @@ def values_of(config):
         ("++rollout.workers=2", {"rollout": {"workers": 2}}),
         ("rollout={workers: 2}", {"rollout": {"workers": 2}}),
         ("seed=3", {"seed": 3, "engine": {"seed": 3}, "trainer": {"seed": 3}}),
-        (
-            "rollout.sampling.temperature=0.5",
-            {"rollout": {"sampling": {"temperature": 0.5}}, "loss": {"temperature": 0.5}},
-        ),
+        ("rollout.sampling.temperature=0.5", {"rollout": {"sampling": {"temperature": 0.5}}}),
         ("~checkpoint.every", {"checkpoint": {"every": 0}}),
         ("cluster.rank_env.NCCL_DEBUG=INFO", {"cluster": {"rank_env": {"NCCL_DEBUG": "INFO"}}}),
         ("+cluster.rank_env.NCCL_NTHREADS=64", {"cluster": {"rank_env": {"NCCL_NTHREADS": "64"}}}),
@@ -278,7 +275,6 @@ def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):
         (["loss.name=wish"], ["loss.name", "wish", "decoupled_ppo"]),
         (["loss.clip_low=wish"], ["loss.clip_low", "wish"]),
         (["engine.block_size=wish"], ["engine.block_size", "wish"]),
-        (["loss.temperature=0.5"], ["loss.temperature", "0.5", "rollout.sampling.temperature"]),
         (["trainer.updates_per_batch=2", "staleness.max_staleness=0"], ["max_staleness is 0", "per_batch=2", "to 3"]),
         (["trainer.updates_per_batch=2", "sync.every=3"], ["sync.every is 3", "trainer.updates_per_batch=2"]),
         (["trainer.updates_per_batch=2", "total_train_steps=3"], ["total_train_steps is 3", "updates_per_batch=2"]),
@@ -304,7 +300,7 @@ def test_bad_input_is_refused_naming_field_and_value(overrides, parts):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_preset_of_a_loss_is_its_class_with_its_defaults(name):
-    assert load_config([f"loss={name}", "rollout.sampling.temperature=0.5"]).loss == LOSSES[name](temperature=0.5)
+    assert load_config([f"loss={name}"]).loss == LOSSES[name]()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -408,10 +404,10 @@ def test_a_recipe_that_is_none_is_refused_with_its_path(tmp_path, content):
 
 def test_all_contradictions_between_fields_are_refused_together():
     with pytest.raises(ConfigError) as caught:
-        load_config(["loss.temperature=0.5", "total_train_steps=3", "trainer.updates_per_batch=2"])
+        load_config(["sync.every=3", "total_train_steps=3", "trainer.updates_per_batch=2"])
     assert [line.partition(" is ")[0] for line in str(caught.value).splitlines()] == [
+        "sync.every",
         "total_train_steps",
-        "loss.temperature",
     ]
 
 

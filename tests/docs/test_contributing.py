@@ -37,12 +37,28 @@ head = head_for(Admission(group=0, prompt=0, admitted_version=0, admitted_update
 metrics = batch_metrics([head], update=0, version_updates={0: 0})
 print(json.dumps({"page": generate.metrics_page(), "metrics": metrics}))
 """
+DROP = """\
+import asyncio, json
+from message_queue.ledger import Drop, DropKind
+from message_queue.policies import build_policy
+from message_queue.queue import TrajectoryQueue
+from message_queue.staleness import StalenessConfig
+
+async def main():
+    queue = TrajectoryQueue(build_policy(StalenessConfig(), batch_groups=1))
+    admission = await queue.admit(0)
+    await queue.drop(admission.group, reason=Drop(DropKind.TOO_LONG, "9 of 4 tokens"))
+    return await queue.closing_records(0)
+
+record, total = asyncio.run(main())
+print(json.dumps({"record": record, "reasons": total["reasons"]}))
+"""
 
 
 @pytest.fixture
 def copied(tmp_path):
     """A copy of the package, its presets and the generator of the reference; the rest is that of the repository."""
-    for name in ("async_rl", "configs", "docs/reference"):
+    for name in ("message_queue", "async_rl", "configs", "docs/reference"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -62,12 +78,20 @@ def run(folder, script):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_the_recipe_of_a_drop_reason_brings_it_to_the_ledger(copied):
+    ledger = copied / "message_queue" / "ledger.py"
+    insert(ledger, '    STOPPED = "', '    TOO_LONG = "too long"\n    """Its rollouts are too long."""\n')
+    made = run(copied, DROP)
+    assert made["reasons"] == {"too long": 1}
+    assert (made["record"]["kind"], made["record"]["reason"]) == ("too long", "too long: 9 of 4 tokens")
+
+
 def test_the_recipe_of_a_loss_makes_one_that_trains_a_step(copied):
     code = module_of("docs/guides/loss.md", "capped_proximal.py")
     losses = copied / "async_rl" / "trainer" / "loss" / "losses.py"
     insert(losses, "LossConfig = Annotated[", code[code.index("@dataclass") :] + "\n\n")
     losses.write_text(losses.read_text().replace("\n    PPOClip | ", "\n    CappedProximal | PPOClip | "))
-    preset = "name: capped_proximal\ntemperature: ${rollout.sampling.temperature}\n"
+    preset = "name: capped_proximal\n"
     (copied / "configs" / "loss" / "capped_proximal.yaml").write_text(preset)
     made = run(copied, LOSS)
     assert made["loss"].startswith("CappedProximal(") and "cap=1.5" in made["loss"]

@@ -123,8 +123,6 @@ class PolicyLoss(ABC):
     """Upper bound on the importance weight of the KL term; see `kl_term`."""
     entropy_coefficient: float = 0.0
     """Factor of the entropy, which is subtracted from the loss."""
-    temperature: float = 1.0
-    """Sampling temperature of the engine; logits are divided by it."""
 
     def __post_init__(self) -> None:
         for name, allowed in (

@@ -60,7 +60,7 @@ class FakeActor:
 async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own, tmp_path):
     save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
     engine = FakeEngine(SCRIPT, routing=None)
-    at_half = ("rollout.sampling.temperature=0.5", "loss.temperature=0.5", "trainer.router_replay=none")
+    at_half = ("rollout.sampling.temperature=0.5", "trainer.router_replay=none")
     config = load_config([*at_half, *own])
     worker = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
     prompt = build_task(config.task, seed=0).train_prompt(0)
