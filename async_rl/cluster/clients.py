@@ -106,7 +106,6 @@ class ReplicaClient:
 
         Args:
             options: of the actor.
-            temperature: sampling temperature of the engine.
             variables: of the environment, beside those that the engine needs.
             log: file of its output; each further node has one beside it.
             store: directory of its node to which it brings published versions; None if it reads them where the trainer

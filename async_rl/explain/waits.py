@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from async_rl.explain.division import CAUSES, StepDivision
+from async_rl.explain.division import CAUSES, OF_TRAINER, StepDivision
 from async_rl.plan.records import Records
 from async_rl.plan.requests import trained_groups
 
@@ -109,7 +109,7 @@ def longest_waited_for(steps: Sequence[StepDivision], *, count: int) -> list[Gro
     found = list[GroupWait]()
     for step in steps:
         if step.group is not None:
-            waited = {cause: s for cause, s in step.seconds.items() if CAUSES[cause].text.startswith("wait")}
+            waited = {cause: s for cause, s in step.seconds.items() if cause not in OF_TRAINER}
             cause = max(waited, key=lambda each: waited[each], default="rollouts")
             reason = CAUSES[cause].text.removeprefix("wait: ")
             found.append(GroupWait(step.group, step.step, step.wait[1] - step.wait[0], reason))
