@@ -304,9 +304,9 @@ def _ledger(traced: Traced) -> Iterator[dict[str, Any]]:
         for group in batch.groups:
             yield {"group": group.group, "outcome": "trained", "reason": None, "train_step": step}
     for group in traced.failed:
-        yield {"group": group.group, "outcome": "dropped", "reason": "failed", "train_step": None}
+        yield {"group": group.group, "outcome": "dropped", "kind": "rollout failed", "train_step": None}
     for dropped in traced.expired:
-        yield {"group": dropped.group, "outcome": "dropped", "reason": "expired", "train_step": None}
+        yield {"group": dropped.group, "outcome": "dropped", "kind": "expired", "train_step": None}
 
 
 def _rated(run: Description, **changes: float) -> Description:

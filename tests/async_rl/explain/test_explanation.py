@@ -117,12 +117,12 @@ def test_command_prints_the_rate_of_a_trainer_rank_and_its_share_of_the_peak_if_
         assert text in shown and ("TFLOP/s" in shown) == bool(text)
 
 
-@pytest.mark.parametrize(("reason", "text"), [("expired", "staleness=wait"), ("rollouts failed", "max_retries=2")])
-def test_an_override_for_drops_is_for_their_reason(tmp_path, reason, text):
+@pytest.mark.parametrize(("kind", "text"), [("expired", "staleness=wait"), ("rollouts failed", "max_retries=2")])
+def test_an_override_for_drops_is_for_their_reason(tmp_path, kind, text):
     dropped = range(5, 9)
     events = [*three_steps(), *(span("rollout", 0, 30, group=group) for group in dropped)]
-    ledger = [*LEDGER, *({"group": g, "outcome": "dropped", "reason": reason, "train_step": None} for g in dropped)]
-    bound = {"max_staleness": 1, "policy": "drop" if reason == "expired" else "wait", "max_requeues": 3}
+    ledger = [*LEDGER, *({"group": g, "outcome": "dropped", "kind": kind, "train_step": None} for g in dropped)]
+    bound = {"max_staleness": 1, "policy": "drop" if kind == "expired" else "wait", "max_requeues": 3}
     write_run(tmp_path, events, metrics=METRICS, schedule=SCHEDULE, ledger=ledger, config={"staleness": bound})
     found = explain(tmp_path)
     assert found.seconds["drops"] > 0.05 * sum(found.seconds.values())
