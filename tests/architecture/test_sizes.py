@@ -3,9 +3,9 @@
 from tests.architecture.sizes import sizes
 
 OPEN = {
+    "modules of message_queue",
     "lines of message_queue",
     "lines of the simulator",
-    "Protocols",
     "test lines per product line",
 }
 """Sizes that are still over their bound; a size that is within its bound leaves this set."""
