@@ -7,7 +7,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -15,6 +15,7 @@ import uvloop
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WAKE_S = 0.5  # a signal that comes just before a wait does not end the wait; its handler runs after it
 _actions: WeakKeyDictionary[asyncio.AbstractEventLoop, Callable[[], None]] = WeakKeyDictionary()
 """Event loop that no signal reaches, because its thread is not the main one -> what a signal does."""
 
@@ -77,6 +78,8 @@ def run_in_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     before = [(number, signal.signal(number, interrupt)) for number in SIGNALS] if in_main else []
     try:
         threading.Thread(target=run, name="run", daemon=True).start()
+        while not wait([answer], timeout=WAKE_S).done:
+            pass
         return answer.result()
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None

@@ -198,10 +198,12 @@ async def test_batching_server_that_died_fails_every_call_that_was_sent():
 )
 async def test_batching_server_that_fails_while_replies_are_collected_fails_calls(monkeypatch, trouble, value, named):
     monkeypatch.setattr(batching, "COLLECT_S", 0.001)
-    client, handle, service = make(timeout_s=0.01 if trouble == "silent" else 60.0)
+    client, handle, service = make()
     (long,) = await waiting(client, service, "long")
     await until(lambda: "collect" in handle.sent)
     setattr(handle, trouble, value)
+    if trouble == "silent":
+        client._timeout_s = 0.01
     (lost,) = await outcomes(long)
     assert isinstance(lost, Lost) and named in str(lost)
 

@@ -117,7 +117,7 @@ def test_trainer_rank_fetches_content_only_if_it_trains_or_records_it(monkeypatc
         )
         groups = sorted({*plan.groups_of(data_rank), *([1] if records else [])})
         answer, (span,) = host.call("train", plan, references)
-        assert answer["contents"] == [batch.contents[group] if group in groups else None for group in range(3)]
+        assert answer["contents"] == [batch.contents[group] if group in groups else () for group in range(3)]
         assert answer["lengths"] is plan.batch.lengths and answer["seconds"] > 0
         assert (span.kind, span.args) == ("fetch", {"groups": len(groups)})
         assert fetched == [references[group] for group in groups]
