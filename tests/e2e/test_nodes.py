@@ -125,7 +125,7 @@ async def serving(config: EngineConfig, models: Models, folder: Path) -> AsyncIt
     await placement.ready()
     versions = VersionServer(HOST, models.updates[0].path.parent)
     replica = await ReplicaClient.start(
-        replace(load_config(["trainer.router_replay=R3"]), engine=config),
+        replace(load_config(["trainer.router_replay=R3", "sync.route=broadcast"]), engine=config),
         name="replica-0",
         checkpoint=models.paths[0],
         places=placement.replica(0),
