@@ -33,14 +33,12 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from agent_loop.loop import Prompt
 from agent_loop.user_errors import Failure
-from async_rl.cluster.queue import QueueClient
-from async_rl.config import RunConfig
 from async_rl.controller.checkpoints import RunState
 from async_rl.controller.interfaces import (
     WATCH_EVERY_S,
@@ -69,6 +67,10 @@ from message_queue.ledger import Drop, DropKind
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from async_rl.cluster.queue import QueueClient
+    from async_rl.config import RunConfig
 
 NO_BATCH_LEFT = Drop(DropKind.EXPIRED, "no batch within the staleness bound is left for it")
 

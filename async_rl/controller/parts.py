@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from agent_loop.loop import Prompt
-from async_rl.cluster.queue import QueueClient
 from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.interfaces import Trainer
-from async_rl.controller.probe import Probe
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.recorder import Recorder
@@ -20,6 +18,10 @@ from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.schedule_replay import NoReplay
 from message_queue.tokens import RoutingSpec
+
+if TYPE_CHECKING:
+    from async_rl.cluster.queue import QueueClient
+    from async_rl.controller.probe import Probe
 
 T = TypeVar("T", bound=Trainer)
 

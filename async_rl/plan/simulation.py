@@ -15,13 +15,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
+from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt
-from async_rl.cluster.queue import QueueClient
-from async_rl.config import RunConfig, load_config
 from async_rl.controller.checkpoints import RunState
 from async_rl.controller.controller import Controller
 from async_rl.controller.interfaces import Trainer
@@ -41,9 +40,14 @@ from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.simulator.virtual_time import run_in_virtual_time
+from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.ledger import LedgerRecord
 from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
+
+if TYPE_CHECKING:
+    from async_rl.cluster.queue import QueueClient
+    from async_rl.config import RunConfig
 
 MAX_REPLICAS, MAX_TRAJECTORIES = 64, 1024
 LEAST_GROUPS = 8  # of a simulated batch
@@ -176,7 +180,7 @@ class _Run:
             _config(description, steps=skipped + steps),
             parts,
             prompts=PromptSource(_Prompts()),
-            queue=cast(QueueClient, _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
+            queue=cast("QueueClient", _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
             contents=GroupContents(),
             trainer=cast(Trainer, self._trainer),
             start=RunState(),
@@ -218,25 +222,24 @@ def _replicas(description: Description, scale: Scale) -> list[PlannedReplica]:
 
 
 def _config(description: Description, *, steps: int) -> RunConfig:
-    every, config = description.interruptions.validation_every, _defaults()
-    return replace(
-        config,
+    """What the controller reads of a run's settings; to make a whole RunConfig would import Hydra and torch."""
+    values = SimpleNamespace(
         total_train_steps=steps,
-        rollout=replace(
-            config.rollout,
+        seed=0,
+        advantage=AdvantageConfig(),
+        rollout=SimpleNamespace(
             max_failed_groups=sys.maxsize,
             drop_without_spread=0,
-            record=replace(config.rollout.record, steps=0),
+            on_update=description.publish.on_update,
+            kv="recompute",
+            record=SimpleNamespace(steps=0, trajectories=0),
+            sampling=SamplingConfig(),
         ),
-        sync=replace(config.sync, every=description.publish.every, timeout_s=NO_TIMEOUT_S),
-        validation=replace(config.validation, every=every),
+        sync=SimpleNamespace(every=description.publish.every, timeout_s=NO_TIMEOUT_S),
+        trainer=SimpleNamespace(updates_per_batch=1),
+        validation=SimpleNamespace(every=description.interruptions.validation_every, samples=1),
     )
-
-
-@cache
-def _defaults() -> RunConfig:
-    """Settings of the default run."""
-    return load_config([])
+    return cast("RunConfig", values)
 
 
 def _held_out(description: Description, *, groups_of: float) -> Sequence[Prompt]:

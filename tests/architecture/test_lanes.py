@@ -1,5 +1,6 @@
 """How the tests are spread over lanes and processes."""
 
+import re
 import subprocess
 
 import pytest
@@ -52,3 +53,22 @@ def test_the_nightly_lanes_have_all_folders_of_tests():
     unit = subprocess.run(["make", "-s", "unit-tests"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     folders = {path.parent.name for path in ROOT.glob("tests/*/__init__.py")} - {"gpu"}
     assert not [name for name in folders if f"tests/{name}" not in f"{lanes} {unit}" and f"test-{name}" not in lanes]
+
+
+def always_runs(path):
+    """Whether `make test` runs a test of a file or folder of tests, whatever the commit."""
+    files = [path] if path.suffix else [*path.rglob("test_*.py")]
+    return any(not re.search(r"^pytestmark = .*WHOLE_RUN", file.read_text(), re.MULTILINE) for file in files)
+
+
+def test_make_test_has_a_test_of_each_guarantee_of_the_readme():
+    _, _, rest = (ROOT / "README.md").read_text().partition("## Guarantees and their tests")
+    rows = [line for line in rest.partition("\n\n`")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for row in rows:
+        paths = [ROOT / name for name in re.findall(r"`((?:tests|benchmarks)/[\w/.]+)`", row)]
+        assert all(path.exists() for path in paths), row
+        targets = re.findall(r"`make (\w+)`", row)
+        assert set(targets) <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)), row
+        tests = [path for path in paths if "tests" in path.parts]
+        assert any(map(always_runs, tests)), f"make test may leave this out: {row}"
