@@ -148,7 +148,7 @@ def test_a_pickled_task_or_function_has_the_seed_and_options_of_the_run(tmp_path
 
 async def told(functions, *events, warnings):
     calls = Callbacks(functions)
-    async with calls.calling(warnings.append):
+    async with calls.calling(lambda failure: warnings.append(failure.text)):
         for kind, step, metrics in events:
             calls.tell(kind, step, metrics)
 
