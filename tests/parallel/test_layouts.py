@@ -14,6 +14,7 @@ from async_rl.controller.summary import parameters_of, rank_parts
 from async_rl.trainer.loss.losses import GSPO, M2PO, DecoupledPPO, SequenceMask, SequenceTIS
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import numerics, tiny_models
+from tests.helpers.lanes import chosen_cases
 from tests.parallel.parity_cells import LATENT
 from tests.parallel.ranks import ADAM, BALANCE, assert_equal_cases, run_balance_case, run_case, run_on_ranks
 from tests.parallel.support import (
@@ -150,7 +151,9 @@ def alone(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def results(checkpoints, tmp_path_factory):
+def results(request, checkpoints, tmp_path_factory):
+    layouts = [f"qwen3_moe-{layout}" for layout in chosen_cases(request, "layout")]
+    chosen = {*chosen_cases(request, "name"), *layouts}
     cases = {
         name: {
             "checkpoint": checkpoints[family],
@@ -159,6 +162,7 @@ def results(checkpoints, tmp_path_factory):
             **settings,
         }
         for name, (family, settings) in (CASES | BALANCE_CASES).items()
+        if name in chosen
     }
     return run_on_ranks(cases, tmp_path_factory.mktemp("ranks"), ranks=2)
 
@@ -168,6 +172,7 @@ def result_of(results, name):
     return results[name]
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_gives_the_result_of_one_rank(name, results, alone):
     family, settings = CASES[name]
@@ -175,6 +180,7 @@ def test_a_layout_gives_the_result_of_one_rank(name, results, alone):
     assert_equal_cases(result_of(results, name), expected, reference)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", [name for name, (family, _) in CASES.items() if family != "qwen3_moe"])
 def test_a_rank_reads_its_own_weights_and_exports_bucket_by_bucket(name, results):
     ours = result_of(results, name)
@@ -198,6 +204,7 @@ def test_gradients_are_summed_during_the_backward_pass_if_ranks_share_weights(la
     assert result_of(results, f"qwen3_moe-{layout}")["overlaps"] == (layout != "tensor")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", BALANCE_CASES)
 def test_the_balance_loss_weighs_the_same_in_every_layout(name, results, checkpoints):
     checkpoint = checkpoints["qwen3_moe"]

@@ -12,6 +12,7 @@ from async_rl.trainer.distributed import open_store
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers import tiny_models
+from tests.helpers.lanes import chosen_cases
 from tests.parallel.lora import LORA, adapter_gradients, adapters_of, add_adapters, start_lora_trainer
 from tests.parallel.parity_cells import LATENT
 from tests.parallel.processes import result_of, run_ranks
@@ -77,9 +78,10 @@ def settings_of(family, settings):
     return {"optimizer": ADAM, "lora": LORA, "router_replay": "R3" if LAYERS[family] else "none", **settings}
 
 
-def _rank(rank, checkpoints, addresses, folder):
+def _rank(rank, names, checkpoints, addresses, folder):
     warnings.simplefilter("ignore")
-    for (name, (family, settings)), address in zip(CASES.items(), addresses, strict=True):
+    for name, address in zip(names, addresses, strict=True):
+        family, settings = CASES[name]
         try:
             trainer = start_trainer(
                 checkpoints[family], rank=rank, rendezvous=address, ranks=2, **settings_of(family, settings)
@@ -117,14 +119,16 @@ def alone(folder):
 
 
 @pytest.fixture(scope="module")
-def results(alone, folder):
-    stores = [open_store("127.0.0.1") for _ in CASES]
+def results(request, alone, folder):
+    names = chosen_cases(request, "name")
+    stores = [open_store("127.0.0.1") for _ in names]
     addresses = [f"{store.host}:{store.port}" for store in stores]
     checkpoints = {family: checkpoint for family, (checkpoint, _, _) in alone.items()}
-    run_ranks(_rank, (checkpoints, addresses, folder), ranks=2, limit_s=LIMIT_S)
-    return {name: result_of(folder, name) for name in CASES}
+    run_ranks(_rank, (names, checkpoints, addresses, folder), ranks=2, limit_s=LIMIT_S)
+    return {name: result_of(folder, name) for name in names}
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_gives_the_adapters_of_one_rank(name, results, alone):
     ours = results[name]
@@ -138,6 +142,7 @@ def test_a_layout_gives_the_adapters_of_one_rank(name, results, alone):
     assert ours["weights"].keys() == theirs["weights"].keys()
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_state_of_the_adapters_passes_through_a_layout_bit_for_bit(name, results, folder):
     assert isinstance(results[name], dict), results[name]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from async_rl.trainer.model.model import TrainerConfig
+from tests.helpers.lanes import chosen_cases
 from tests.parallel import parity_table
 from tests.parallel.broken_replay import FAULTS, ROUNDED
 from tests.parallel.parity import TOLERANCE, Difference, compare, relative, run_cells
@@ -52,10 +53,13 @@ BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fau
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return {cell.name: found for cell, found in run_cells(SOUND + BROKEN, tmp_path_factory.mktemp("parity"))}
+def results(request, tmp_path_factory):
+    """Result of each cell that is tested."""
+    cells = chosen_cases(request, "cell")
+    return {cell.name: found for cell, found in run_cells(cells, tmp_path_factory.mktemp("parity"))}
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("cell", SOUND, ids=lambda c: c.name)
 def test_a_layout_is_within_rounding_of_one_rank(cell, results):
     found = results[cell.name]
@@ -63,6 +67,7 @@ def test_a_layout_is_within_rounding_of_one_rank(cell, results):
     assert found.largest <= TOLERANCE, found
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("cell", BROKEN, ids=lambda c: c.name)
 def test_a_broken_replay_is_seen(cell, results):
     found = results[cell.name]
