@@ -3,7 +3,7 @@
 import pytest
 
 WHOLE_RUN = pytest.mark.drawn(2, of="whole run")
-OWN_ENGINE = pytest.mark.drawn(3, of="engine of one test")
+OWN_ENGINE = pytest.mark.drawn(2, of="engine of one test")
 
 
 def chosen_cases(request, name):
