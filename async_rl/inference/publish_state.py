@@ -1,4 +1,4 @@
-"""Phases of the replicas during a publish. Pure: the publisher reports events, and asks for the replicas to pause next.
+"""Phases of the replicas during a publish. Pure: the publisher reports events, and asks which replicas to pause next.
 
     serving --> staging --> staged --> loading --> serving
        \\___________\\__________\\__________\\____--> fenced
