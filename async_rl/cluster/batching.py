@@ -8,7 +8,7 @@
 
 A message to another process costs far more than a call inside one. Messages are delivered at most once, and a message
 to a dead process raises, like Ray's actor calls; the client never retries. While a call waits, one message is under
-way. The server answers it after `COLLECT_S` at the latest, which is its sign of life.
+way. The server answers it after `COLLECT_S` at the latest, as its sign of life.
 """
 
 from __future__ import annotations

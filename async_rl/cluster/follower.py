@@ -2,7 +2,7 @@
 
     driver -> ReplicaHost (node 0) -> FollowerHost (node 1), FollowerHost (node 2), ...
 
-Ray ends the followers when the process of the replica ends, which started them.
+Ray ends the followers when the process of the replica ends, because it started them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from async_rl.config import RunConfig
 
 CLOSE_S = 10.0  # bound on the end of the engine's processes of a node
-LATE_S = 10.0  # from the end of a fetch, which the follower bounds, to its answer
+LATE_S = 10.0  # from the end of a fetch, bounded by the follower, to its answer
 
 
 class FollowerHost(Host):
@@ -37,7 +37,7 @@ class FollowerHost(Host):
     _store: LocalStore | None = None
 
     async def start(self, config: RunConfig, place: NodePlace, *, store: Path | None, checkpoint: Path) -> str:
-        """Start the processes of the engine, which then meet those of node 0; returns the address of this node.
+        """Start the processes of the engine; they then meet those of node 0. Returns the address of this node.
 
         Args:
             place: with index and size of this node, and address and port of node 0.
@@ -63,7 +63,7 @@ class FollowerHost(Host):
     async def fetch(self, update: WeightUpdate, seat: Seat | None) -> None:
         """See `async_rl.inference.nodes.Follower`."""
         assert self._place.store is not None
-        if self._store is None:  # not at the start, which may fail: nothing would remove it
+        if self._store is None:  # not at the start: if that failed, nothing would remove it
             self._store = open_store(self._place.store, host=self._place.host)
         try:
             await bring(self._store, update, seat, timeout_s=self._load_timeout_s)
@@ -93,7 +93,7 @@ def open_store(directory: Path, *, host: str) -> LocalStore:
 
 
 class FollowerClient(ActorClient):
-    """The follower of a node, for the replica's process, which starts it; see `async_rl.inference.nodes.Follower`.
+    """The follower of a node, for the replica's process that starts it; see `async_rl.inference.nodes.Follower`.
 
     Args:
         name: name of the node.

@@ -150,10 +150,10 @@ class Placement:
             )
 
     async def require_visible(self, directory: Path, *, field: str) -> None:
-        """Check that every node of the run sees what this process writes to `directory`, which exists here.
+        """Check that every node of the run sees the files that this process writes to `directory`, an existing folder.
 
         Args:
-            field: of the config, for the error.
+            field: config field that an error names.
 
         Raises:
             PlacementError: a node does not.
@@ -176,7 +176,7 @@ class Placement:
         """Check that every node of the run reads, writes and removes objects below `url`.
 
         Args:
-            field: of the config, for the error.
+            field: config field that an error names.
 
         Raises:
             PlacementError: a node does not, or not within `cluster.start_timeout_s`.
@@ -214,7 +214,7 @@ class Placement:
         Ray detects the death of a node only after some seconds; an actor that is started there before that fails.
 
         Args:
-            options: of the actor.
+            options: Ray's options of the actor.
 
         Raises:
             TimeoutError: its node died, and no other has room.

@@ -76,7 +76,7 @@ QueueActor = cast(Any, ray.remote)(QueueHost)
 
 
 class QueueClient(ActorClient):
-    """Client of a `TrajectoryQueue` in another process, which `open` restores before any other call.
+    """Client of a `TrajectoryQueue` in another process; `open` restores it before any other call.
 
     Args:
         actor: handle of a `QueueHost`.

@@ -72,7 +72,7 @@ class ReplicaHost(ServingHost):
         places: Sequence[dict[str, Any]],
         checkpoint: Path,
     ) -> EngineReplica[Any]:
-        """The replica that `start` starts, with followers in `places`; it fails when one of them ends."""
+        """The replica that `start` starts, with followers in `places`; it fails when a follower ends."""
         host = ray.util.get_node_ip_address()
         reserved, port = reserve_ports(host)
         here = None if store is None else store_of_node(store)
@@ -173,7 +173,7 @@ class ReplicaClient(ActorClient):
         Args:
             places: Ray's options of the actor of each node; see `engine.nodes`.
             log: file for its output; each further node has one next to it.
-            store: directory of its node to which it brings published versions; None if it reads them where the trainer
+            store: directory of its node for published versions; None if it reads them where the trainer
                 writes them.
         """
         first, *followers = places

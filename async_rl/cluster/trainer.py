@@ -65,7 +65,7 @@ class TrainerHost:
         return f"{self._store.host}:{self._store.port}"
 
     def start(self, config: RunConfig, *, checkpoint: Path, rank: int, rendezvous: str, warm_start: bool) -> int:
-        """Build the rank, of which the first one writes the recorded rollouts of each batch; returns the process id."""
+        """Build the rank; returns the process id. Rank 0 writes the recorded rollouts of each batch."""
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
 
@@ -131,7 +131,7 @@ class TrainerHost:
         return replace(plan, batch=replace(plan.batch, contents=here))
 
 
-_HERE = cast(Any, TrainerHost)  # whose methods take the place of those of the rank
+_HERE = cast(Any, TrainerHost)  # its methods take the place of the rank's
 TrainerActor = cast(Any, ray.remote)(concurrency_groups={"save": 1})(TrainerHost)
 
 

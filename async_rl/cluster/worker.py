@@ -34,7 +34,7 @@ GONE_S = 0.05  # time between two looks whether a killed process is dead
 
 
 class WorkerReplicaPool(ReplicaPool):
-    """The replicas as a worker sees them. The driver names them, and hears of those that the worker finds lost.
+    """The replicas as a worker sees them. The driver names them, and hears which ones the worker finds lost.
 
     Args:
         client: name of the worker, unique among all clients of the replicas.
@@ -142,7 +142,7 @@ class WorkerClient(ActorClient):
     def create(
         cls, config: ClusterConfig, *, name: str, options: dict[str, Any], log: Path | None = None
     ) -> WorkerClient:
-        """Start the process, which imports for seconds. `start` comes before all other calls."""
+        """Start the process; it imports for seconds. `start` comes before all other calls."""
         actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
         return cls(actor, name=name, timeout_s=config.call_timeout_s, stop_timeout_s=config.stop_timeout_s, log=log)
 

@@ -11,9 +11,9 @@ from collections.abc import Generator
 def no_collections() -> Generator[None]:
     """Collect no garbage inside, and never visit the objects that were made inside.
 
-    A process that imports vLLM or megatron makes 400,000 to 700,000 objects. Python would visit all of them six to
-    eight times meanwhile, which takes a quarter of the time of the imports. Later, each full collection would visit
-    them again, and stop the process meanwhile.
+    A process that imports vLLM or megatron makes 400,000 to 700,000 objects. Python would visit each of them six
+    to eight times meanwhile: a quarter of the time of the imports. Later, each full collection would visit them and
+    stop the process meanwhile.
     """
     gc.disable()
     try:
@@ -35,8 +35,8 @@ def make_collections_rare() -> None:
 
 
 def stay_frozen() -> None:
-    """Make `gc.unfreeze` do nothing in this process, so that no collection visits frozen objects again.
+    """Make `gc.unfreeze` do nothing in this process, so that no collection visits frozen objects any more.
 
-    vLLM's engine process calls it when it stops, and then collects garbage, which takes 2 s.
+    vLLM's engine process calls it when it stops, and then collects garbage for 2 s.
     """
     gc.unfreeze = lambda: None

@@ -1,7 +1,7 @@
 """Makes megatron-core 0.16 run without CUDA and without Transformer Engine.
 
-The sources of megatron-core contain the names of CUDA devices, streams and random state, which patches at run time
-cannot reach. Therefore an import hook rewrites these names when a module is loaded (line numbers do not change), and
+The sources of megatron-core contain the names of CUDA devices, streams and random state. Patches at run time cannot
+reach these. Therefore an import hook rewrites these names when a module is loaded (line numbers do not change), and
 repairs the module before other modules import names from it. With CUDA nothing is rewritten; with Transformer Engine
 the repairs for its absence do nothing.
 """
@@ -181,12 +181,12 @@ def _use_cpu_random_state(module: Any) -> None:
 
 
 def _keep_eager(module: Any) -> None:
-    """Disable jit_fuser (torch.compile), which needs a C++ compiler and much time to start on a CPU."""
+    """Disable jit_fuser (torch.compile): it needs a C++ compiler and much time to start on a CPU."""
     module.disable_jit_fuser()
 
 
 def _convert_cpu_split_sizes(module: Any) -> None:
-    """Convert CPU tensors to arrays, which all_to_all requires; the original converts CUDA tensors only."""
+    """Convert CPU tensors to arrays, as all_to_all requires; the original converts CUDA tensors only."""
 
     import torch
 

@@ -118,7 +118,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return noting
 
     def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
-        """Kept tokens of the requests with a top_k, which every cut request has; None if no request is cut.
+        """Kept tokens of the requests with a top_k (every cut request has one); None if no request is cut.
 
         Args:
             logprobs: [requests, vocab], -inf for cut tokens.
@@ -132,7 +132,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
-        """Hide the generators of partial prefills from vLLM, which truncates them by an offset.
+        """Hide the generators of partial prefills from vLLM, because it truncates them by an offset.
 
         CPU generators have no offset; `sample_tokens` restores their state instead.
         """
@@ -178,7 +178,7 @@ class RoutingCPUWorker(CPUWorker):
 def allow_routing_capture() -> None:
     """Patch vLLM's checks so that they accept routing capture and kept tokens on the CPU.
 
-    The skipped requirements are model runner V2, and prefix caching, which the CPU kernels of latent attention lack.
+    The skipped requirements are model runner V2, and prefix caching, absent from the CPU kernels of latent attention.
     """
     upstream: Any = VllmConfig
     if getattr(upstream, REPAIRED, False):
@@ -245,7 +245,7 @@ def compute_local_experts_only() -> None:
 def exchange_tokens_of_groups() -> None:
     """Patch vLLM's communicator on the CPU with the two collectives that data parallelism needs around the experts.
 
-    Groups with 3 and 1 tokens: each gathers all 4, computes its part of the experts, and gets the sums of its own back.
+    Groups with 3 and 1 tokens: each gathers all 4, computes its part of the experts, and gets its own sums back.
     """
     upstream: Any = CpuCommunicator
     if getattr(upstream, REPAIRED, False):
@@ -276,7 +276,7 @@ def note_packed_weights() -> None:
     """Patch vLLM to store checksum and sums of a linear weight on its layer when the weight is packed.
 
     vLLM packs linear weights into an opaque object of its kernel library and drops the tensor, so the weight cannot be
-    read back later. Each load packs the weight again and replaces them.
+    read back later. Each load repacks the weight and replaces them.
     """
     upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
     if getattr(upstream, REPAIRED, False):

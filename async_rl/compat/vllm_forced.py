@@ -1,7 +1,7 @@
 """Forced routing in a vLLM worker: recorded experts at some positions of a request, the router's choice elsewhere.
 
 Rows arrive with a request (`compat.FORCED_EXPERTS`), or with a load that keeps the K/V of requests in flight.
-When the engine forwards one of their positions (in a prefill, in a chunk of a prefill, or again after a preemption),
+When the engine forwards one of their positions (in a prefill, in a chunk of a prefill, or after a preemption),
 each MoE layer uses the experts of the row. The gate weights are those that the layer's router gives to these experts,
 as in the trainer's router replay. The capture records the experts that were used.
 """

@@ -51,7 +51,7 @@ def reload_twin(twin: Twin, tensors: Iterable[tuple[str, torch.Tensor]], *, conf
 
 
 def _share_reload_metadata(module: torch.nn.Module, copy: torch.nn.Module) -> None:
-    """Give a copy the metadata with which vLLM reloads a module; its weight loaders are methods of the copy."""
+    """Give a copy the metadata that vLLM reloads a module with; its weight loaders are methods of the copy."""
     known, ours = get_layerwise_info(module), get_layerwise_info(copy)
     ours.restore_device = known.restore_device
     parameters, buffers = known.restore_metadata
@@ -68,7 +68,7 @@ def _share_reload_metadata(module: torch.nn.Module, copy: torch.nn.Module) -> No
 
 
 def pack_tied_head(model: torch.nn.Module, config: VllmConfig) -> None:
-    """Pack a tied lm_head again for its CPU kernel, because vLLM packs only modules with tensors in the update."""
+    """Repack a tied lm_head for its CPU kernel, because vLLM packs only modules with tensors in the update."""
     if getattr(config.model_config.hf_text_config, "tie_word_embeddings", False):
         for head in model.modules():
             if isinstance(head, ParallelLMHead):

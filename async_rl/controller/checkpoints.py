@@ -61,7 +61,7 @@ class Checkpoints:
         return self._config.every
 
     async def begin(self, train_step: int, *, trainer: Trainer) -> None:
-        """Begin a checkpoint of `trainer`, which may continue to train when this returns; `finish` comes next."""
+        """Begin a checkpoint of `trainer`; it may continue to train when this returns. `finish` comes next."""
         partial = partial_folder(self._folder(train_step))
 
         def prepare() -> None:
@@ -115,7 +115,7 @@ class Checkpoints:
 
     @asynccontextmanager
     async def _removed_on_error(self) -> AsyncGenerator[None]:
-        """Context that removes an unfinished checkpoint on an OSError, which frees its space on a full disk."""
+        """Context that removes an unfinished checkpoint on an OSError, to free its space on a full disk."""
         try:
             yield
         except OSError:

@@ -25,7 +25,7 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
     """Write the config if it is the first or differs from the newest one.
 
     Args:
-        train_step: that the run resumes from. Configs of later steps are removed: their steps are trained again.
+        train_step: step that the run resumes from. Configs of later steps are removed: their steps are repeated.
 
     Returns:
         `field: old -> new` of each field that changed since the last start.
@@ -46,7 +46,7 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
 
 
 def another_run(config: RunConfig) -> Iterator[str]:
-    """Why `output_dir` holds a run of another task or model, which this run cannot continue."""
+    """Why this run cannot continue the run in `output_dir`: that has another task or model."""
     directory = config.output_dir
     started = any(directory.glob("journal/*.sqlite")) or any(directory.glob("checkpoints/step-*"))
     if not started or not (directory / FIRST).is_file():

@@ -21,8 +21,8 @@ All but train are endless and run in the background; train is finite and is the 
 rollout is data (a dropped group with its reason); a failed stage is a crash with its cause. Only this module passes
 values between stages.
 
-After a restart `catch up` comes before `feed`: the batches that were taken after the checkpoint are trained again as
-they were, and the replicas get the weights. Then open groups continue in `rollout`.
+After a restart `catch up` comes before `feed`: the batches that were taken after the checkpoint are trained once more
+as they were, and the replicas get the weights. Then open groups continue in `rollout`.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ class Controller:
         return update
 
     async def _start_probe(self, batch: Batch) -> None:
-        """With the first batch: take its prompts, and ask about the version that is served, which the trainer has."""
+        """With the first batch: take its prompts, and ask about the version that is served and that the trainer has."""
         if self._probe is None or self._probe.has_prompts or self._train_step < self._replayed:
             return
         groups = [head.group for head in batch.groups]
@@ -546,5 +546,5 @@ class Controller:
 
 
 def _now() -> float:
-    """Seconds on the clock of the event loop, which is virtual in a simulation."""
+    """Seconds on the clock of the event loop; the clock is virtual in a simulation."""
     return asyncio.get_running_loop().time()

@@ -31,7 +31,7 @@ class Evaluation:
 
     Args:
         checkpoint: Hugging Face folder of any model that the engine serves.
-        train_step: of the checkpoint, for the records.
+        train_step: step of the checkpoint, for the records.
 
     Raises:
         ConfigError: a line per problem, with field, value and way out.

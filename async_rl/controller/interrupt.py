@@ -50,7 +50,7 @@ async def stop_on_interrupt(request_stop: Callable[[], None], *, note: Callable[
 def run_in_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run a coroutine on an event loop in another thread, because this one may run a loop, as in a notebook.
 
-    Signals that come meanwhile have the effect of `stop_on_interrupt`; outside of it they stop at once.
+    Signals that come meanwhile have the effect of `stop_on_interrupt`; outside this block they stop at once.
 
     Raises:
         KeyboardInterrupt: stopped at once.

@@ -31,7 +31,7 @@ class PartFactory(Protocol[T]):
 
     async def start_queue(self) -> QueueClient: ...
     async def replace_trainer(self, lost: T) -> T:
-        """Close `lost` and start another in its place; called again with the same `lost` if that fails."""
+        """Close `lost` and start another in its place; the call is repeated with the same `lost` if that fails."""
         ...
 
 

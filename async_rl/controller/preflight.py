@@ -52,7 +52,7 @@ class CheckedRun:
     schedule: RunSchedule | None
     """Schedule that the run follows."""
     resume: Resume
-    """State from which it starts."""
+    """State that it starts from."""
     warnings: Sequence[str]
     """Settings that are far from practice; the run starts with them."""
 
@@ -290,7 +290,7 @@ def _vocab_size(checkpoint: Path) -> int | None:
 
 
 def _read_schedule(directory: Path, config: RunConfig) -> RunSchedule:
-    """The schedule of another run's directory, to which the run is to keep.
+    """The schedule of another run's directory, for this run to follow.
 
     Raises:
         ScheduleError: it cannot be read, or does not suit the run.

@@ -58,7 +58,7 @@ def prepare(
         version_updates: `param_version` -> optimizer updates.
         retained_kv, temperature: see TrainingBatch.
         updates_per_batch: number of mini-batches.
-        seed: of the split; see `mini_batches_of`.
+        seed: random seed; see `mini_batches_of`.
 
     Raises:
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
@@ -109,7 +109,7 @@ def mini_batches_of(groups: Sequence[int], *, count: int, seed: int, update: int
     Args:
         groups: ids of the groups of the batch.
         count: number of mini-batches.
-        seed: of the run.
+        seed: the run's `seed`.
         update: optimizer updates of the weights at the start of the batch.
     """
     order = np.random.default_rng((abs(seed), update)).permutation(np.sort(np.array(groups, np.int64)))
@@ -123,10 +123,10 @@ def recorded_groups(heads: Sequence[GroupHead], *, trajectories: int, seed: int,
     The choice depends on the ids of the groups, not on their order, as `mini_batches_of`.
 
     Args:
-        heads: of the batch.
+        heads: group heads, one per group of the batch.
         trajectories: bound on the trajectories.
-        seed: of the run.
-        train_step: that the batch ends with.
+        seed: the run's `seed`.
+        train_step: step that the batch ends with.
     """
     if not trajectories:
         return RecordedGroups(train_step=train_step)

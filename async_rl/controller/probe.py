@@ -71,7 +71,7 @@ class Probe:
         config: number and length of the probes.
         dtypes: dtypes of engine and trainer.
         same_experts: whether both compute with the same experts: a dense model, or trainer.router_replay=R3.
-        temperature: of the run.
+        temperature: sampling temperature of the run.
         max_tokens: longest sequence that an engine serves.
         timeout_s: bound on one answer, the pause of a publish included; a replica that exceeds it counts as failed.
         routing: layers and shape of the routing rows that engines return; None if they return none.

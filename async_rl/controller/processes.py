@@ -155,9 +155,9 @@ class Processes:
         return await self._start_replicas()
 
     async def replace_trainer(self, lost: TrainerClient) -> TrainerClient:
-        """All ranks again, on the checkpoint that RL starts from, after those of `lost` are closed.
+        """Close the ranks of `lost`, then start all ranks on the checkpoint that RL starts from.
 
-        What these published stays: a replica that is restarted meanwhile loads it.
+        Versions that `lost` published stay: a replica that is restarted meanwhile loads the newest.
 
         Raises:
             TrainerLostError: a rank did not start, or its node died and no other has room.

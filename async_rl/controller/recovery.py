@@ -64,7 +64,7 @@ class RecoveryLoop(Generic[T]):
 
     Args:
         order: order of the prompts.
-        resume: state from which the first life continues.
+        resume: state that the first life continues from.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RecoveryLoop(Generic[T]):
             await self._close(queue)
             return finished
         finally:
-            queue.kill()  # one that was only out of reach must not come back beside the next one
+            queue.kill()  # one that was only out of reach must not come back next to its successor
             await run_parts.rollouts.end()
 
     async def _open_queue(self, place: ContentPlace) -> tuple[QueueClient, Restored, StoredContent]:

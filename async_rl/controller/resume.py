@@ -114,7 +114,7 @@ class Resume:
             recorder.note(line)
 
     def prompts(self, order: PromptOrder, restored: Restored) -> PromptSource:
-        """Prompts whose groups are in the journal, or ended in it, are not handed out again.
+        """Prompts whose groups are in the journal, or ended in it, are not handed out a second time.
 
         Those whose groups failed one after the other until the run stopped (`rollout.max_failed_groups`) are.
         """

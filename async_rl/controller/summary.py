@@ -175,7 +175,7 @@ def rank_parts(
         cpu_offload: share of the optimizer state that is in CPU memory.
         dense: weights outside of experts, of the whole model.
         experts: weights in experts.
-        layers: of the model.
+        layers: number of layers of the model.
     """
     parallel = trainer.parallel
     width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)

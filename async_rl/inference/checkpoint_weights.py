@@ -67,6 +67,6 @@ def published_shapes(update: WeightUpdate, *, timeout_s: float) -> Shapes:
     """
     if update.direct is None:
         return tensor_shapes(update_files(update.path))
-    from async_rl.weights.broadcast import described  # imports torch, which a configuration does without
+    from async_rl.weights.broadcast import described  # imports torch; a configuration does without
 
     return described(update.path.name, update.direct, timeout_s=timeout_s)

@@ -16,7 +16,7 @@ from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, TokenOu
 
 
 def weight_label(weights: WeightVersion) -> str:
-    """Label of a version inside an engine, which returns it with the tokens that the version sampled."""
+    """Label of a version inside an engine; returned with the tokens that the version sampled."""
     return f"{weights.version}:{weights.digest}"
 
 
@@ -103,7 +103,7 @@ def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: Routin
 
     Args:
         experts: integer [rows, layers, top_k] of all layers; the first row has position `request.existing_rows`.
-        in_order: whether the engine returns forced experts in the order in which they were given.
+        in_order: whether the engine returns forced experts in the order that they were given in.
 
     Raises:
         ContractError: expert ids are out of range, or rows differ from the forced experts.

@@ -1,6 +1,6 @@
 """Brings a version to all nodes by `sync.route=broadcast`: who receives for a node, and what follows a failure.
 
-    trainer ranks  ->  one replica of each node  ->  memory of the node, from which its other replicas load too
+    trainer ranks  ->  one replica of each node  ->  memory of the node, shared by its other replicas
 
 If a bucket does not come to a node, the others of its group may fail too, so the nodes that lack the version form a new
 group, without the replicas that died or hang.
@@ -20,15 +20,15 @@ from async_rl.weights.transport import Backend, Seat, Source, WeightUpdate
 from message_queue.errors import EngineError, ReplicaLostError
 
 _ATTEMPTS = 2
-"""Deliveries in a row without any progress after which the replicas, or the servers, count as lost."""
+"""Deliveries in a row without any progress until the replicas, or the servers, count as lost."""
 
 
 class Deliveries:
     """Deliveries to the replicas of a pool.
 
     Args:
-        backend: of the groups.
-        timeout_s: bound on the delivery to one replica. A quarter of it is the bound on each bucket.
+        backend: gloo or nccl.
+        timeout_s: bound on the delivery to one replica. A quarter is the bound on each bucket.
     """
 
     def __init__(self, pool: ReplicaPool, *, backend: Backend = "gloo", timeout_s: float) -> None:
@@ -75,7 +75,7 @@ class Deliveries:
     async def _attempt(
         self, update: WeightUpdate, receivers: Sequence[Member], held: set[str], *, give_up: bool
     ) -> list[DeliveryError]:
-        """One delivery; adds the nodes that have the version to `held`, and returns the errors of those that do not.
+        """One delivery; adds the nodes that have the version to `held`, and returns the errors of the other nodes.
 
         Args:
             give_up: count the replicas of the others as lost.
@@ -115,6 +115,6 @@ class Deliveries:
 
 
 def _end(seat: Seat, reason: str) -> None:
-    from async_rl.weights.broadcast import end_delivery  # imports torch, which a configuration does without
+    from async_rl.weights.broadcast import end_delivery  # imports torch; a configuration does without
 
     end_delivery(seat, reason)

@@ -1,7 +1,7 @@
 """Reports of the ranks of an engine on a load, and their comparison with the published version.
 
-Each rank loads all buckets and hashes its share of them (`async_rl.weights.digest.load_share`). The digests are of the
-tensors that the loader of the rank took, and each rank reports the names of all that its loader took:
+Each rank loads all buckets and hashes its share (`async_rl.weights.digest.load_share`). The digests cover the tensors
+that the loader of the rank took, and each rank reports the names of all that its loader took:
 
     rank 0   digests of buckets 0, 2   names a1b2
     rank 1   digest of bucket 1        names a1b2

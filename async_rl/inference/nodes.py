@@ -84,10 +84,10 @@ class Follower(Protocol):
 
 
 class NodeProcess:
-    """A process of an engine with a process group of its own; belongs to one event loop.
+    """A process of an engine in a separate process group; belongs to one event loop.
 
     Args:
-        pid: process id, which is that of the group too.
+        pid: id of the process and of its group.
         wait: waits for the end of the process and returns its exit code.
     """
 

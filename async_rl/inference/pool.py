@@ -82,7 +82,7 @@ class ReplicaPool:
 
     @classmethod
     def of(cls, replicas: ReplicaPool | Sequence[PoolReplica]) -> ReplicaPool:
-        """`replicas` unchanged if it is a pool, else an unshared pool of them."""
+        """`replicas` unchanged if it is a pool, else an unshared pool of the replicas."""
         return replicas if isinstance(replicas, ReplicaPool) else cls(replicas)
 
     @property
@@ -110,7 +110,7 @@ class ReplicaPool:
         self._avoided = frozenset(names)
 
     def follow(self, replicas: Sequence[PoolReplica]) -> None:
-        """Use exactly these replicas; no effect on the pool of the driver, which knows them."""
+        """Use exactly these replicas; no effect on the pool of the driver, as it knows them."""
 
     async def serving(self) -> tuple[Member, ...]:
         """Replicas for new requests, as soon as there is one: the live ones without those to avoid, if any is left.
@@ -241,7 +241,7 @@ class ReplicaPool:
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
         """Poll the counters of every replica, forever; one that does not answer in time counts as failed.
 
-        Without this task a hanging replica is detected at the next publish, which may wait for its rollouts.
+        Without this task a hanging replica is detected at the next publish, and this may wait for its rollouts.
         """
         while True:
             await asyncio.sleep(every_s)

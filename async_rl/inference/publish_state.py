@@ -4,8 +4,8 @@
        \\___________\\__________\\__________\\____--> fenced
 
 A replica serves the version before while it is staging or staged, and is paused while it is loading. No replica is
-paused before each has the version or is fenced. Three replicas, of which c does not get version 7, and at most one
-is paused at a time:
+paused before each has the version or is fenced. Three replicas; c does not get version 7, and at most one is paused
+at a time:
 
     event                    serving 6    staging    staged    loading    serving 7    fenced
     PublishState(7)                       a b c
@@ -43,7 +43,7 @@ class PublishState:
 
     Args:
         weights: the version that is published.
-        replicas: names of those that serve.
+        replicas: names of the replicas that serve.
         max_paused: most replicas in `LOADING`; None for all.
         before: the publish before this one; None for the first.
 

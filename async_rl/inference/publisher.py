@@ -6,7 +6,7 @@ drain:  pause -> wait until in-flight requests have finished           -> load -
 
 at_once: all replicas load concurrently, and no tool starts until the last has resumed
 rolling: at most `max_paused` replicas are paused at a time; new and aborted requests go to the others, and tools start
-staged:  all replicas load beside the weights that serve, while they generate; then all exchange the weights at once
+staged:  all replicas load next to the weights that serve, while they generate; then all exchange the weights at once
 
     three replicas, max_paused=1      replica-0  | load |
                                       replica-1         | load |
@@ -86,7 +86,7 @@ class Rollouts(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Start tool calls again."""
+        """Let tools start."""
         ...
 
     async def avoid(self, replicas: Collection[str]) -> None:
@@ -99,7 +99,7 @@ class Publisher:
 
     A replica that dies, or does not load the version within `timeout_s`, leaves the pool. The publish continues with
     the remaining replicas. A replica that refuses the version or loads other weights leaves too, unless it is the last.
-    So does one to which a bucket did not come, unless it came to no replica: then they all wait for the next publish.
+    So does one that misses a bucket, unless it came to no replica: then they all wait for the next publish.
 
     Args:
         replicas: the replicas that serve the run.
@@ -109,7 +109,7 @@ class Publisher:
         max_paused: most replicas that a publish pauses at a time, so that of N live replicas N - max_paused serve; None
             for `at_once` and `staged`.
         staged: whether the replicas load a version before their pause.
-        backend: of `sync.route=broadcast`.
+        backend: gloo or nccl, for `sync.route=broadcast`.
         timeout_s: bound on the whole publish of one replica, from pause to resume.
         trace: gets the time spans of the replicas; None for none.
     """
@@ -154,7 +154,7 @@ class Publisher:
         Raises:
             DeliveryError: a bucket came to no replica, or to no node.
             EngineError: the last replica refused the version or loaded other weights, or one has other parameters than
-                another, of which either may be wrong.
+                another, and either may be wrong.
             ReplicaLostError: no replica remains.
             ValueError: the version was published before with other weights, or a newer one was.
         """
@@ -329,7 +329,7 @@ class Publisher:
         return done
 
     def _blame(self, undelivered: Mapping[Member, DeliveryError], members: Collection[Member]) -> None:
-        """Lose the replicas to which a bucket did not come, if it came to another of the members.
+        """Lose the replicas that miss a bucket, if it came to another member.
 
         Raises:
             DeliveryError: it came to none.

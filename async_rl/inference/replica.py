@@ -8,7 +8,7 @@ request has ended or is frozen inside the engine. A frozen request continues und
 that no segment mixes two versions. A dead engine fails every call. After a failed load the gate stays closed until a
 load succeeds.
 
-`EngineReplica` has the life cycle, which is the same for all engines. An `EngineBackend` has the calls to one engine.
+`EngineReplica` has the life cycle, the same for all engines. An `EngineBackend` has the calls to one engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 
 T = TypeVar("T")
 KVPolicy = Literal["keep", "recompute"]
-NODE_NOTICE_S = 2.0  # from the death of an engine to the report of another of its nodes, which may be the cause
+NODE_NOTICE_S = 2.0  # from the death of an engine to the report of another node that may be the cause
 UNKNOWN_LABEL = "unknown"  # label of weights that are not verified; an answer with it is refused
 
 
@@ -65,7 +65,7 @@ class InflightRequest:
     abort_requested: bool = False
     """Whether the request must end with a partial segment."""
     evicted: bool = False
-    """Whether the request must leave the engine and park, to be sent to the engine again on `resume`."""
+    """Whether the request must leave the engine and park; `resume` sends it back to the engine."""
     parked: bool = False
     """Whether the request waits outside the engine after an eviction."""
     result: list[TokenOutput] | None = None
@@ -95,7 +95,7 @@ class InflightRequest:
 
 
 class RequestGate:
-    """Admits requests, holds them during a pause, tracks those in flight, and fails all of them if the engine dies.
+    """Admits requests, holds them during a pause, tracks those in flight, and fails them all if the engine dies.
 
     Args:
         name: name of the replica, for error messages.
@@ -127,7 +127,7 @@ class RequestGate:
         Raises:
             EngineError: the engine failed, or the id is already in flight.
         """
-        while not self._open.is_set():  # a pause may follow a resume before this task runs again
+        while not self._open.is_set():  # a pause may follow a resume before this task runs
             await self._open.wait()
         self.check_alive()
         if request_id in self._requests:
@@ -286,7 +286,7 @@ class LoadedWeights:
 class EngineBackend(Protocol):
     """The calls to one engine. `EngineReplica` orders them, bounds their time and checks their results.
 
-    A call may raise EngineError or any exception of the engine's client, which `engine_error` converts.
+    A call may raise EngineError or any exception of the engine's client; `engine_error` converts it.
     """
 
     def watch(self, on_death: Callable[[str], None]) -> None:
@@ -309,7 +309,7 @@ class EngineBackend(Protocol):
         ...
 
     async def abort(self, requests: Sequence[InflightRequest]) -> None:
-        """Make the engine end `requests`, which are all that are in flight, with partial segments, frozen ones too."""
+        """Make the engine end `requests`, all that are in flight, with partial segments, frozen ones too."""
         ...
 
     async def freeze(self) -> None:
@@ -326,7 +326,7 @@ class EngineBackend(Protocol):
         ...
 
     async def stage(self, update: WeightUpdate) -> Sequence[RankLoad]:
-        """Load an update beside the weights that serve, while requests run; the next `load` of it exchanges both.
+        """Load an update next to the weights that serve, while requests run; the next `load` with it exchanges both.
 
         Returns:
             a report of each rank, as the `load` returns it too.
@@ -377,16 +377,16 @@ class EngineReplica(InProcess, Generic[BackendT]):
     """One engine instance: `agent_loop.engine.Engine` plus the control calls of the publisher.
 
     Args:
-        backend: calls to a running engine, which labels its tokens with `weight_label(weights)`.
+        backend: calls to a running engine that labels its tokens with `weight_label(weights)`.
         config: bounds on the time of calls.
         name: name of the replica.
         weights: version that the engine has loaded.
         live: checksums of the parameters of its model.
 
     Attributes:
-        node: id of its node, which its clients know; another one for each replica in this process.
+        node: id of its node, known to its clients; another one for each replica in this process.
         store: where this node keeps published versions; None if engines read them where the trainer writes them.
-        followers: the other nodes of the engine, each with a store of its own.
+        followers: the other nodes of the engine, each with a separate store.
     """
 
     def __init__(
@@ -468,8 +468,8 @@ class EngineReplica(InProcess, Generic[BackendT]):
     async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
         """Bring a version to the nodes of this replica, while requests run; do nothing without a `store`.
 
-        Call it before other loads; after a delivery by broadcast again, without a seat, which brings the version from
-        this node to the others of the engine.
+        Call it before other loads. After a delivery by broadcast, repeat it without a seat: this brings the version
+        from this node to the others of the engine.
 
         Args:
             seat: place of this node in a delivery by broadcast; None if the version is in a folder that all nodes see,
@@ -498,7 +498,7 @@ class EngineReplica(InProcess, Generic[BackendT]):
     async def _send_to_followers(self, store: LocalStore, update: WeightUpdate) -> None:
         """Send a version of this node to the others of the engine.
 
-        Each has a delivery of its own: in one for all, two replicas on the same nodes could each lock the store of one
+        Each has a separate delivery: in one for all, two replicas on the same nodes could each lock the store of one
         node and wait for the other.
         """
         if not self.followers:
@@ -525,7 +525,7 @@ class EngineReplica(InProcess, Generic[BackendT]):
             raise EngineError(f"{self.name} cannot serve version {update.weights.version}: {error}") from error
 
     async def stage(self, update: WeightUpdate) -> None:
-        """Load new weights beside the ones that serve; requests continue, and `load` of the same update is short.
+        """Load new weights next to the ones that serve; requests continue, and `load` of the same update is short.
 
         Memory of the weights is needed twice.
 
@@ -546,7 +546,7 @@ class EngineReplica(InProcess, Generic[BackendT]):
 
         Args:
             update: the published version.
-            kv: K/V of frozen requests. recompute: the new weights compute it again, with the recorded experts. keep:
+            kv: K/V of frozen requests. recompute: the new weights recompute it, with the recorded experts. keep:
                 the K/V of the old weights stays, and so does the prefix cache.
 
         Raises:
@@ -585,7 +585,7 @@ class EngineReplica(InProcess, Generic[BackendT]):
         except ReplicaLostError:
             raise
         except EngineError as error:
-            from async_rl.weights.group import UNDELIVERED  # imports torch, which a configuration does without
+            from async_rl.weights.group import UNDELIVERED  # imports torch; a configuration does without
 
             if update.direct is None or UNDELIVERED not in str(error):
                 raise

@@ -1,7 +1,7 @@
 """Dispatch of requests: to the replica that served the session before, unless its load is too high.
 
 Load is requests in flight, including those that wait at a pause. A session stays at its prefix cache. It moves to the
-least loaded replica when the load of its own exceeds MAX_EXCESS times the least load plus MAX_AHEAD. Simulation with
+least loaded replica when its replica's load exceeds MAX_EXCESS times the least load plus MAX_AHEAD. Simulation with
 four replicas, one at half the speed, and 1,024 rollouts of long-tailed lengths in one batch:
 
                       until the last has ended    turns without their prefix cache

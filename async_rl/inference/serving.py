@@ -24,7 +24,7 @@ class ServingConfig:
     ACCEPTED_ARGS: ClassVar[frozenset[str]]
     """Names that `extra_args` may have."""
     TIED_FAMILIES: ClassVar[tuple[str, ...]]
-    """Model families in which the engine ties the lm_head to the embedding."""
+    """Model families whose lm_head the engine ties to the embedding."""
 
     name: str
     """Name of the engine: vllm or sglang."""
@@ -119,7 +119,7 @@ def serving_problems(
     """Why a replica with this configuration cannot serve a checkpoint, on any engine; each with `engine.field`.
 
     Args:
-        fields: of the checkpoint's config.json.
+        fields: content of the checkpoint's config.json.
         capture_routing: whether the replica returns routing rows.
     """
     if capture_routing and info.routing is None:

@@ -13,7 +13,7 @@ from agent_loop.boundary import boundary, call_function
 from agent_loop.user_errors import Failure, failure_of
 from message_queue.errors import OvertimeError
 
-CALL_S = 60.0  # of a call, and of all that are left at the end of the run
+CALL_S = 60.0  # bound on a call, and on the remaining calls together at the end of the run
 MOST_WAITING = 1_000
 Kind = Literal["step", "publish", "validation", "end"]
 

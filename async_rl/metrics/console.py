@@ -56,10 +56,10 @@ class RunConsole:
 
     Loggers are `async_rl` for notes and `async_rl.steps` for the rest. Each line goes to the log file, with its time
     and level, and to standard output. On a terminal the view replaces the lines of steps and warnings. The warnings of
-    Python, which are those of libraries, go to the log file only.
+    Python (those of libraries) go to the log file only.
 
     Args:
-        total_train_steps: of the run, for the time left.
+        total_train_steps: number of train steps of the run, for the time left.
         log: file to append to.
     """
 

@@ -2,7 +2,7 @@
 
 Trajectories that a staleness policy gives up are mostly long, so the difference shows the bias of the policy. Both
 distributions are over a window of the newest trajectories. The length of a trajectory that was given up is known only
-as a lower bound. Therefore the offered distribution is the product-limit estimate, which accounts for lower bounds
+as a lower bound. Therefore the offered distribution is the product-limit estimate; it accounts for lower bounds
 (Kaplan and Meier 1958, "Nonparametric Estimation from Incomplete Observations"). An engine does not report the tokens
 of a cancelled request, so the estimate is too short if many trajectories are given up; see length/given_up_fraction.
 """

@@ -23,8 +23,8 @@ def serve(directory: Path, pages: Mapping[str, Callable[[], str]], *, host: str,
     user's browser could send them.
 
     Args:
-        directory: of the run, whose files the pages show.
-        pages: path, such as `/report.html`, -> its page; OSError and ValueError are shown in place of it.
+        directory: run directory, whose files the pages show.
+        pages: path, such as `/report.html`, -> its page; OSError and ValueError are shown in its place.
         port: 0 for any free one.
 
     Raises:

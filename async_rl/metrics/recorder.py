@@ -25,7 +25,7 @@ from async_rl.metrics.validation import ValidationResult, write_rollouts
 
 _NUMBER = re.compile(r"\d+")
 WITHOUT_SIGNAL = 5
-"""Batches in a row without any advantage after which the run warns."""
+"""Batches in a row without any advantage until the run warns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Recorder:
     the last `sync` are.
 
     Args:
-        directory: of the run; created if it does not exist.
+        directory: run directory; created if it does not exist.
         console: gets every record except those of the ledger; None shows nothing.
         trackers: get metrics and held-out rollouts; None for no trackers.
         rollouts: bounds on the failed rollouts that are kept; None keeps none.
@@ -123,7 +123,7 @@ class Recorder:
         killed, and warns if records are missing.
 
         Args:
-            train_step: of the checkpoint.
+            train_step: step of the checkpoint.
             next_group: first group id that was not admitted before the checkpoint.
             live: ids of groups that are still in flight; their end is not recorded yet.
             trained: number of groups trained up to `train_step`. The ledger must have all these groups, and the step
@@ -252,7 +252,7 @@ class Recorder:
 
 
 def strict_json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """JSON in which NaN and infinities are null."""
+    """JSON with null for NaN and infinities."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
     return json.dumps(clean, allow_nan=False, indent=indent)
 

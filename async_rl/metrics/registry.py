@@ -35,7 +35,7 @@ class Metric:
 LAGS = ("lag0", "lag0_mixed", "lag1", "lag2", "lag3")
 """Buckets of tokens by staleness.
 
-lag0        sampled by the current weights, which also computed the context: trainer and engine differ by rounding only.
+lag0        sampled by the current weights; they also computed the context: trainer and engine differ by rounding only.
 lag0_mixed  sampled by the current weights; older weights computed a part of the context.
 lag1, lag2  sampled by weights that are one and two updates old.
 lag3        sampled by weights that are three or more updates old.
@@ -222,7 +222,7 @@ def batch_metrics(
     """Metrics that the trajectories of a batch determine.
 
     Args:
-        groups: of the batch, without failed trajectories.
+        groups: all groups of the batch, without failed trajectories.
         update: optimizer updates of the weights at the start of the batch.
         version_updates: `param_version` -> optimizer updates of the weights.
         min_update: tokens sampled by weights with fewer optimizer updates are not in the loss.

@@ -1,4 +1,4 @@
-"""One HTML page for one or more runs, which opens from disk: `report.html` with the data of the run directories.
+"""One HTML page for one or more runs, opened from disk: `report.html` with the data of the run directories.
 
 The page has charts, drop reasons, links to rollouts, all metrics and the config. `_run_data` lists the data of a run.
 The charts are drawn by Plotly, whose script is in the page.
@@ -64,7 +64,7 @@ class Panel:
     keys: tuple[str, ...]
     """Metrics in it."""
     topic: str = ""
-    """Heading under which the chart is folded; empty for the charts that come first."""
+    """Heading that the chart is folded under; empty for the charts that come first."""
     over: str = "step"
     """Horizontal axis: `step` for lines over the axis that the reader chose; for bars `layer`, `staleness` or `lag` (a
     bucket of `registry.LAGS`), each a mean over the run."""
@@ -238,7 +238,7 @@ def _recent(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Rates at each step over its batch and those before it, RECENT in all; empty if a step has no times.
 
     A step whose batch was ready takes little time, so that the rate of one step says little. The limit is the
-    throughput in the time in which the trainer did not wait.
+    throughput in the time that the trainer did not wait.
     """
     keys = ("step/seconds", "idle/trainer", "idle/rollout", "throughput/tokens_per_s")
     if any(step.get(key) is None for step in steps for key in keys):
@@ -261,8 +261,8 @@ def _recent(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _phases(folder: Path, steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """`phase/NAME` -> its seconds in each train step, None without its spans. `other` is the rest of the step.
 
-    A span belongs to the newest wait for a batch that began before it; of a step that was trained again, the last time
-    counts.
+    A span belongs to the newest wait for a batch that began before it; of a step that was trained more than once, the
+    last time counts.
     """
     spans = [span for name in ("trace-earlier.json", "trace.json") for span in _phase_spans(folder / name)]
     waits = sorted((ts, step) for phase, ts, _, step in spans if phase == "wait")

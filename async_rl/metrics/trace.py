@@ -36,7 +36,7 @@ class Trace:
     """Writes the spans of a run. Each process has its tracks; overlapping spans of a track are on separate lanes.
 
     Args:
-        path: of the file; None writes nothing. A file of an earlier start of the run is continued.
+        path: file to write; None writes nothing. A file of an earlier start of the run is continued.
         warn: called with a text if the file cannot be written; the run continues without it.
         clock: time in seconds.
     """
@@ -68,12 +68,12 @@ class Trace:
         inside: OpenSpan | None = None,
         **args: Any,
     ) -> Generator[OpenSpan]:
-        """Context of a span, which is written at its end; `args` are shown with it and may be extended.
+        """Context of a span, written at its end; `args` are shown with it and may be extended.
 
         Args:
             process: process of the span.
             track: name of its lanes; None for `kind`.
-            inside: open span of the same process and track, which ends later.
+            inside: open span of the same process and track that ends later.
         """
         timeline = self._timeline(process, track or kind)
         try:

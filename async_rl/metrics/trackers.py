@@ -1,4 +1,4 @@
-"""Experiment trackers: each is called in a thread of its own, so that a slow or failing one does not disturb the run.
+"""Experiment trackers: each is called in a separate thread, so that a slow or failing one does not disturb the run.
 
     tensorboard   `tensorboard/` in the run directory
     wandb         Weights & Biases; WANDB_MODE=offline writes to `wandb/` in the run directory
@@ -97,7 +97,7 @@ class TrackedRun:
     config: Mapping[str, Any]
     """All values of its config; secrets are masked."""
     train_step: int
-    """Step from which the run resumes; 0 for a new one."""
+    """Step that the run resumes from; 0 for a new run."""
 
 
 class Trackers:
@@ -168,7 +168,7 @@ class _TrackerThread:
     def _run(self) -> None:
         try:
             tracker = self._build()
-        except BaseException as error:  # noqa: BLE001 - clients raise many kinds, some of them on purpose no Exception
+        except BaseException as error:  # noqa: BLE001 - clients raise many kinds, some on purpose no Exception
             self._report(f"cannot be used: {_cause(error)}")
             while self._calls.get() is not None:
                 pass
@@ -190,7 +190,7 @@ class _TrackerThread:
 
 
 def build_trackers(config: TrackingConfig, run: TrackedRun, *, warn: Callable[[str], None]) -> Trackers:
-    """The trackers of a run, which start in their threads."""
+    """The trackers of a run; they start in their threads."""
     kinds: dict[str, Callable[[], Tracker]] = {
         "tensorboard": lambda: TensorBoard(run),
         "wandb": lambda: WeightsAndBiases(run, project=config.project),
@@ -291,7 +291,7 @@ class WeightsAndBiases:
     """A run of Weights & Biases."""
 
     def __init__(self, run: TrackedRun, *, project: str) -> None:
-        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # which advertises itself on the console of the run
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")  # it advertises itself on the console of the run
         import wandb
 
         self._table = wandb.Table

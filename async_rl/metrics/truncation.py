@@ -1,4 +1,4 @@
-"""Truncates the records of a run to the checkpoint from which it resumes, so that no step or group appears twice."""
+"""Truncates the records of a run to the checkpoint that it resumes from, so that no step or group appears twice."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def truncate_records(
     were trained up to `train_step` or dropped. Damaged lines are removed.
 
     Args:
-        directory: of the run.
-        train_step: of the checkpoint.
+        directory: run directory.
+        train_step: step of the checkpoint.
         next_group: ledger records of this and larger ids are removed, because new groups get these ids; None keeps
             them.
-        live: ids of groups that are in flight again after the restart; their ledger records are removed.
+        live: ids of groups that continue in flight after the restart; their ledger records are removed.
     """
 
     def ended(line: dict[str, Any]) -> bool:
@@ -53,8 +53,8 @@ def missing_records(directory: Path, *, train_step: int, trained: int) -> list[s
     4 are missing. Steps before the first line are not expected, because they may be in the directory of another run.
 
     Args:
-        directory: of the run.
-        train_step: of the checkpoint.
+        directory: run directory.
+        train_step: step of the checkpoint.
         trained: number of groups trained up to that step.
     """
     found = {name: _steps(directory / name) for name in STEP_FILES}
@@ -80,7 +80,7 @@ def unrecorded_groups(
     """Ledger records for groups that ended without one because the run was killed; their outcome is `dropped`.
 
     Args:
-        directory: of the run.
+        directory: run directory.
         next_group: first group id that was not admitted before the checkpoint.
         live: ids of groups that are still in flight.
         lost: whether records of trained groups are missing too, so that the groups may have been trained; the reason

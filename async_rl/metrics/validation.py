@@ -29,7 +29,7 @@ class ValidationRollout:
     prompt: str
     """Text of the prompt, as the chat template renders it; empty if the rollout failed before it was rendered."""
     response: str
-    """Text of all that follows the prompt in the root path: turns and tool replies, with control tokens."""
+    """Text after the prompt in the root path: turns and tool replies, with control tokens."""
     min_version: int
     """Oldest weights that sampled a token; -1 if none was sampled."""
     max_version: int
@@ -116,7 +116,7 @@ class ValidationResult:
 
 
 def write_rollouts(path: Path, result: ValidationResult, *, train_step: int) -> None:
-    """Write the rollouts of a round as JSON lines, in place of those of an earlier round.
+    """Write the rollouts of a round as JSON lines, in place of the rollouts of an earlier round.
 
     Raises:
         OSError: the disk has no free space or is not writable; an existing file is unchanged.

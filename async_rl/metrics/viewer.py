@@ -1,4 +1,4 @@
-"""One HTML page with the rollouts of a run, which opens from disk: `viewer.html` with the data of `rollouts/`.
+"""One HTML page with the rollouts of a run, opened from disk: `viewer.html` with the data of `rollouts/`.
 
 The data are base64 of gzip. The page unpacks columns and texts when it opens, and the tokens of a chunk of rows when a
 reader asks for them:
@@ -13,10 +13,10 @@ reader asks for them:
                  the gradient in percent, uint8 effects; then the int16 routing rows of the rows that have them
 
 Text and error of a failed rollout are in `failed-*.jsonl`. If a recorded batch has its group, they complete its row;
-otherwise it has a separate row, above the batch after which it failed.
+otherwise it has a separate row, above the last batch before its failure.
 
 The newest step comes first. The page is bounded: MAX_ROWS rows, MAX_TEXT characters of texts, and MAX_TOKEN_BYTES of
-chunks; older rows have no chunk, and those before them are left out, which a note says.
+chunks. Older rows have no chunk; rows before them are left out, with a note.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Page:
     """Data of a page, in the order of the rows.
 
     Args:
-        chunks: file to which the chunks are written.
+        chunks: file for the chunks.
         failed: (group, trajectory) -> the failed rollout, of trajectories in the batches.
     """
 
@@ -239,8 +239,8 @@ def write_page(directory: Path, path: Path, *, decode: Callable[[int], str] | No
     """Write the page of a run; returns texts about files that are left out.
 
     Args:
-        directory: of the run.
-        path: of the page.
+        directory: run directory.
+        path: page to write.
         decode: token id -> text; None shows ids.
 
     Raises:

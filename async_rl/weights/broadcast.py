@@ -90,7 +90,7 @@ class VersionServer:
                 store.delete_key(key)
 
     def _send(self, request: dict[str, Any]) -> None:
-        """Send the buckets of a request. If this fails, it fails in the receivers too, which report it."""
+        """Send the buckets of a request. If this fails, it fails in the receivers too, and they report it."""
         timeout = timedelta(seconds=request["timeout_s"])
         store = PrefixStore(request["delivery"], self._store)
         version, numbers, size = request["version"], request["buckets"], request["size"]
@@ -174,7 +174,7 @@ def described(version: str, direct: Direct, *, timeout_s: float) -> dict[str, tu
 
 
 def end_delivery(seat: Seat, reason: str) -> None:
-    """End a delivery for all its members because one of them died.
+    """End a delivery for all its members because one member died.
 
     A group cannot be relied on for this: a process of gloo that is in the middle of sending to the dead one waits until
     the time-out, and so does each process of NCCL.
@@ -208,7 +208,7 @@ def _receive_from(
 
 
 def _mapped(file: Path) -> Tensor:
-    """Bytes of a file, which is only read here. Raises OSError if it does not exist."""
+    """Bytes of a file, for reading only. Raises OSError if it does not exist."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # a private mapping that torch accepts would be a copy
     with file.open("r+b") as opened:
         return torch.frombuffer(mmap.mmap(opened.fileno(), 0, flags=flags), dtype=torch.uint8)

@@ -184,7 +184,7 @@ def _apply_changes(streams: tuple[_Reader, _Reader], pieces: Sequence[int], valu
 
 
 def _gaps(positions: Integers) -> Bytes:
-    """Unchanged values before each position: a `_SKIP` for each 255 of them, then the remainder."""
+    """Unchanged values before each position: a `_SKIP` for each 255 values, then the remainder."""
     skips, rest = np.divmod(np.diff(positions, prepend=-1) - 1, _SKIP)
     coded = np.full(len(positions) + int(skips.sum()), _SKIP, np.uint8)
     coded[np.cumsum(skips + 1) - 1] = rest
@@ -199,7 +199,7 @@ def _positions(gaps: Bytes) -> Integers:
 
 
 def _zigzag(old: Integers, new: Integers) -> Integers:
-    """Unsigned codes of the steps. A float that changes its sign has a large one, which is rare."""
+    """Unsigned codes of the steps. A float that changes its sign has a large one; this is rare."""
     steps = new - old  # wraps around
     return (steps << 1 ^ steps >> (8 * steps.itemsize - 1)).view(f"<u{steps.itemsize}")
 

@@ -1,4 +1,4 @@
-"""Content hash of a set of named tensors, and a load of which each rank of an engine hashes a part.
+"""Content hash of a set of named tensors, and a load that the ranks of an engine hash in parts.
 
 A hash does not depend on the order of the tensors. SGLang's server loads this file by its path, so the file must not
 import from async_rl.
@@ -120,7 +120,7 @@ def num_threads() -> int:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, CPU tensor) of a safetensors file, which is mapped: only the parts that are used are read.
+    """Yield (name, CPU tensor) of a safetensors file. The file is mapped: only the parts that are used are read.
 
     Raises:
         OSError: the file is missing.
@@ -151,8 +151,8 @@ def load_share(
         buckets: (Hugging Face name, tensor on any device) of each bucket, by number; see `mapped`.
         load: called once with (name, tensor) of every tensor.
         sums: see `async_rl.weights.checksum.sums_for`; called for each tensor that this rank hashes.
-        rank: of this process.
-        ranks: of the engine.
+        rank: index of this process among the ranks of the engine.
+        ranks: number of ranks of the engine.
         ahead: most buckets in memory that `load` has not begun.
 
     Returns:
@@ -217,7 +217,7 @@ def _noted(
 
 
 def _taken_ahead(take: Callable[[], _Taken | None], *, ahead: int) -> Generator[_Taken]:
-    """Results of `take` until None, `ahead` of which a thread computes before they are asked for."""
+    """Results of `take` until None; a thread computes `ahead` results before they are asked for."""
     with ThreadPoolExecutor(1) as thread:
         taking = deque(thread.submit(take) for _ in range(ahead))
         try:

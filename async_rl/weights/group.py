@@ -1,4 +1,4 @@
-"""Groups of torch.distributed (gloo or NCCL) in which a server sends the buckets of a version to its receivers.
+"""Groups of torch.distributed (gloo or NCCL): a server sends the buckets of a version to its receivers.
 
     trainer rank 0    buckets 0, 2  -> | receiver 0 | receiver 1 |
     trainer rank 8    buckets 1, 3  -> | receiver 0 | receiver 1 |
@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[re
 UNDELIVERED = "did not come from"  # in the error of a receiver that a server, or the way to it, has failed
 Layout: TypeAlias = "list[tuple[str, str, list[int], int]]"
 """Name, dtype, shape and first byte of each tensor of a bucket, for example ("norm", "bfloat16", [8], 64)."""
-IDLE = timedelta(days=1)  # time for which a server waits for a request before it waits again
+IDLE = timedelta(days=1)  # longest single wait of a server for a request; then it waits once more
 _CONNECT = timedelta(seconds=10)  # a server answers at once if it is alive
 _POLL_S = 0.001  # time between two looks at a broadcast
 _LOOK_S = 0.1  # time between two looks at the other members
@@ -83,9 +83,9 @@ def received(
 
     Args:
         delivery: see `async_rl.weights.transport.readable_by_ranks`.
-        rank: of this process.
+        rank: index of this process among the ranks of the engine.
         ranks: number of ranks of the engine; all receive.
-        device: of the tensors with NCCL; with gloo they are on the CPU.
+        device: GPU of the tensors with NCCL; with gloo they are on the CPU.
 
     Raises:
         RuntimeError: a bucket did not come; names it and the server.
@@ -125,7 +125,7 @@ def joined(
 
     Args:
         delivery: fields `version`, `delivery`, `backend` and `timeout_s`.
-        address: of the server.
+        address: host:port of the server.
         numbers: buckets that it sends.
         index: place among the receivers.
         size: number of receivers.
@@ -186,14 +186,14 @@ def member(store: Store, *, rank: int, size: int, backend: str, timeout: timedel
 
 
 class Group:
-    """The group of a server, which has rank 0, and its receivers. A member that fails ends the group for all.
+    """The group of a server (rank 0) and its receivers. A member that fails ends the group for all.
 
     Args:
         backend: gloo or nccl.
         timeout: bound on the start of the group and on each broadcast.
 
     Attributes:
-        device: of the tensors that are sent and received without a further copy.
+        device: CPU or GPU; tensors there are sent and received without a further copy.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int, backend: str, timeout: timedelta) -> None:
@@ -266,4 +266,4 @@ class Group:
         Gloo may end a failed group only after its time-out, so a thread waits for this.
         """
         held, self._group = [self._group], None
-        threading.Thread(target=lambda: held.pop().abort(), daemon=True).start()  # which frees it too
+        threading.Thread(target=lambda: held.pop().abort(), daemon=True).start()  # frees it too

@@ -1,4 +1,4 @@
-"""Copies the tensors of a bucket into one buffer of the host, which the next bucket may overwrite.
+"""Copies the tensors of a bucket into one buffer of the host. The next bucket may overwrite it.
 
     buffer   | embedding: bytes 0 to 4,000 | 32 free | query: bytes 4,032 to 5,056 |
 

@@ -2,7 +2,7 @@
 
 The digests of the buckets prove that the engine read the tensors, not that its model has them. Therefore each rank also
 reports sums over the values of its parameters after each load (`async_rl.weights.checksum.value_sums`). Engines fuse,
-split, transpose, pad and pack tensors under their own names. None of it changes the sums, so that the first load, of
+split, transpose, pad and pack tensors under their own names. None of this changes the sums, so that the first load, of
 the checkpoint, shows the tensors that form each parameter:
 
     live        layers.3.self_attn.qkv_proj.weight     ranks 0 and 1: sums a, b
@@ -29,7 +29,7 @@ from typing import TypeAlias
 from async_rl.weights.digest import module_of
 
 MOST_FUSED = 3  # tensors in one parameter
-MOST_SIBLINGS = 12  # tensors next to each other of which some may be fused
+MOST_SIBLINGS = 12  # tensors next to each other; some may be fused
 PACKED_SUFFIX = ".packed"  # of the name of a parameter that a CPU kernel holds in packed form
 
 Published: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
@@ -94,7 +94,7 @@ class LiveWeights:
     def _unchanged(
         self, published: Published, ranks: Sequence[Rank], forms: Mapping[_Place, Sequence[_Form]]
     ) -> list[str]:
-        """Modules with parameters without an equation that kept all of them, though other values were published."""
+        """Modules with parameters without an equation that kept all values, though others were published."""
         used = {name for candidates in forms.values() for form in candidates for _, name, _ in form}
         names = {name for name, _ in _open(ranks, forms)}
         found: set[str] = set()

@@ -118,7 +118,7 @@ def has_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("
 
 
 def _info(checkpoint: str) -> ModelInfo | None:
-    """Facts of a checkpoint; None if it cannot be read, which the checks of a run report."""
+    """Facts of a checkpoint; None if it cannot be read. The checks of a run report that."""
     try:
         return read_model_info(Path(checkpoint).expanduser())
     except CheckpointError:
@@ -126,7 +126,7 @@ def _info(checkpoint: str) -> ModelInfo | None:
 
 
 def _or(function: Callable[..., Any], otherwise: object) -> Callable[..., Any]:
-    """The function, with a result for values of the wrong type; the check of their own field names them."""
+    """The function, with a result for values of the wrong type; the checks of their fields name them."""
 
     def resolve(*values: Any) -> Any:
         try:

@@ -51,7 +51,7 @@ class MappedFiles:
         """Copy CPU tensors into a safetensors file with tensors of the same names, dtypes and shapes, and hash them.
 
         Args:
-            path: of the file.
+            path: file to overwrite.
             tensors: Hugging Face name -> tensor.
 
         Returns:
@@ -81,7 +81,7 @@ class MappedFiles:
 
 
 def bytes_to_fill(path: Path, num_bytes: int, *, spare: Path) -> NDArray[np.uint8]:
-    """Bytes [num_bytes] of a file to fill: of the spare file, which becomes it, or of a new one.
+    """Bytes [num_bytes] of a file to fill: of the spare file, renamed to `path`, or of a new one.
 
     A spare file of another size, or one that anything else has open or mapped, is left alone.
 

@@ -1,4 +1,4 @@
-"""Which tensor of the model travels in which bucket, and which trainer rank sends it. Pure, and equal on all ranks.
+"""The bucket of each tensor of the model, and the trainer rank that sends it. Pure, and equal on all ranks.
 
 The tensors of one owner are packed in the order of the layers:
 
@@ -78,7 +78,7 @@ class SyncPlan:
     """The buckets of a model, ordered by the layer of their first tensor."""
 
     buckets: tuple[Bucket, ...]
-    """All buckets; each tensor is in one of them."""
+    """All buckets; each tensor is in one bucket."""
 
     @classmethod
     def of(cls, owned: Mapping[int, Sequence[Unit]], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
@@ -86,7 +86,7 @@ class SyncPlan:
 
         Args:
             owned: trainer rank -> its units.
-            bucket_bytes: bound on a bucket; a larger unit has a bucket of its own.
+            bucket_bytes: bound on a bucket; a larger unit has a separate bucket.
 
         Raises:
             ValueError: a tensor has two owners.

@@ -46,7 +46,7 @@ def write_checkpoint(
     At most one shard is in memory.
 
     Args:
-        folder: of the new checkpoint.
+        folder: checkpoint folder to write.
         tensors: (Hugging Face name, tensor), read one by one.
         like: checkpoint folder whose other files are copied. `dtype` in config.json is set to the dtype of `tensors`.
         without: fields that are removed from config.json.
@@ -83,9 +83,9 @@ def save_adapter(
     """Write LoRA adapters as a folder of PEFT, atomically as `save_pretrained`.
 
     Args:
-        folder: of the adapters.
+        folder: folder to write.
         tensors: (name of the module followed by `.lora_A.weight` or `.lora_B.weight`, tensor).
-        rank: of the adapters.
+        rank: LoRA rank.
         alpha: the product of the adapters is multiplied by alpha / rank.
         target_modules: last parts of the names of the modules.
         start: checkpoint folder that the adapters belong to.
@@ -135,7 +135,7 @@ def copy_model_files(checkpoint: Path, folder: Path) -> None:
     """Copy all files of a checkpoint folder except its weights into the new folder `folder`."""
     ignore = shutil.ignore_patterns(*WEIGHT_FILES)
     shutil.copytree(checkpoint, folder, ignore=ignore, copy_function=shutil.copyfile)
-    folder.chmod(0o755)  # copytree copies the mode, which may be read-only
+    folder.chmod(0o755)  # copytree copies the mode; it may be read-only
 
 
 def keep_model_files(checkpoint: Path, folder: Path) -> None:
@@ -161,8 +161,8 @@ def keep_model_files(checkpoint: Path, folder: Path) -> None:
 def sampled_digest(checkpoint: Path) -> str:
     """Hash of names, shapes and the first 1024 bytes of every tensor of a checkpoint folder; the rest is not read.
 
-    Training changes all parts of a tensor, so that two checkpoints of one model differ in it. The files in which
-    the tensors are do not matter.
+    Training changes all parts of a tensor, so that two checkpoints of one model differ in it. It does not matter
+    how the tensors are spread over files.
     """
     entries: dict[str, bytes] = {}
     for path in checkpoint.glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""Quantized Hugging Face checkpoint -> plain bfloat16 checkpoint, which trainer, engines and export read.
+"""Quantized Hugging Face checkpoint -> plain bfloat16 checkpoint for trainer, engines and export.
 
 Two formats are read. FP8 (DeepSeek-V3, Qwen3-*-FP8): `NAME` in float8_e4m3fn with `NAME_scale_inv`, a factor for each
 block of `weight_block_size`. MXFP4 (gpt-oss): `NAME_blocks` with two 4-bit numbers in a byte, and `NAME_scales` with an

@@ -45,7 +45,7 @@ def upload(file: Path, url: str) -> None:
         RemoteError: the store does not take it.
     """
     with _calling(url, "be written") as (store, path):
-        with contextlib.suppress(PermissionError):  # of a bucket, which exists
+        with contextlib.suppress(PermissionError):  # of a bucket that exists
             store.makedirs(store._parent(path), exist_ok=True)
         store.put_file(str(file), path)
 

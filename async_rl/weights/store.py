@@ -8,7 +8,7 @@ The replicas of the node share them.
     weights-18   changes of 17     ->    a node that has none goes through 16, 17 and 18
 
 The first replica that needs a version brings it; the others wait for it. Each bucket is verified when it arrives. The
-files of a removed version stay for the next one, which overwrites them; so the node has memory for two versions.
+files of a removed version stay for the next one to overwrite; so the node has memory for two versions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LocalStore:
         users.mkdir(parents=True, exist_ok=True)
         self._lock, user = tempfile.mkstemp(dir=users)
         self._user = Path(user)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)  # which ends with this process
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held until this process ends
 
     def local(self, folder: Path) -> Path:
         """Where `fetch` puts the version of `folder`."""
@@ -96,7 +96,7 @@ class LocalStore:
         """Bring a version to this node; versions that are not needed any more are removed.
 
         Args:
-            folder: of the version, as written by the trainer.
+            folder: version folder, as written by the trainer.
 
         Raises:
             UpdateError: a bucket is missing or damaged, or its base is not the one that it was written against.
@@ -123,7 +123,7 @@ class LocalStore:
                 shutil.rmtree(downloads, ignore_errors=True)
 
     def _fetch(self, folder: Path, parent: str | None = None) -> None:
-        """Bring a version. parent: URL from which the files of `folder` are downloaded first."""
+        """Bring a version. parent: URL that the files of `folder` are downloaded from first."""
         missing: list[Path] = []
         while True:
             if parent is not None:
@@ -144,7 +144,7 @@ class LocalStore:
             UpdateError: a bucket did not come, or is damaged.
             OSError: the node has no memory left.
         """
-        from async_rl.weights.broadcast import receive  # imports torch, which a configuration does without
+        from async_rl.weights.broadcast import receive  # imports torch; a configuration does without
 
         local = self.local(update.path)
         with self._locked():
@@ -156,12 +156,12 @@ class LocalStore:
                     read_bucket(partial, number, published=update.buckets[number])
 
     def offer(self, update: WeightUpdate) -> Source:
-        """Serve the version of this node to processes of other nodes, which lack it.
+        """Serve the version of this node to processes of other nodes that lack it.
 
         Raises:
             UpdateError: this node does not have it.
         """
-        from async_rl.weights.broadcast import VersionServer  # imports torch, which a configuration does without
+        from async_rl.weights.broadcast import VersionServer  # imports torch; a configuration does without
 
         if not holds(self.local(update.path), update.buckets):
             raise UpdateError(f"{self.local(update.path)} is not the published version")
@@ -199,14 +199,14 @@ class LocalStore:
 
     @contextmanager
     def _new_version(self, local: Path, digests: Sequence[str]) -> Generator[Path]:
-        """Yield a folder to fill with verified buckets, which then becomes the only version of this node."""
+        """Yield a folder to fill with verified buckets. It then becomes the only version of this node."""
         # Not the folder of an attempt that failed: threads of that one may go on for a while.
         partial = Path(tempfile.mkdtemp(prefix=f"{local.name}.", dir=self._directory))
         with contextlib.suppress(FileNotFoundError):
             self._spare.replace(partial)
         yield partial
         write_manifest(partial, version=version_number(local.name), base=None, buckets=digests)
-        shutil.rmtree(local, ignore_errors=True)  # of a killed run, which had other weights
+        shutil.rmtree(local, ignore_errors=True)  # of a killed run with other weights
         partial.replace(local)
         self._keep_only(local)
         self.waiting_for = "nothing"

@@ -68,7 +68,7 @@ class Seat:
     """The place of a node among the receivers of one delivery by `broadcast`."""
 
     delivery: str
-    """Name of the delivery, which no other one has."""
+    """Unique name of the delivery."""
     index: int
     """0 for the first receiver."""
     size: int
@@ -106,7 +106,7 @@ class WeightUpdate:
     url: str | None = None
     """Folder of the version in an object store; None if it is not in one."""
     direct: Direct | None = None
-    """Memory of the trainer ranks, from which engines load the version; None if they load files."""
+    """Memory of the trainer ranks that engines load the version from; None if they load files."""
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -166,7 +166,7 @@ class Bases:
     """Number of the bucket -> base."""
 
     def base_of_next(self) -> int | None:
-        """Version against which the next one is written; None if the next one is complete."""
+        """Version that the next one is written against; None if the next one is complete."""
         return None if self.deltas == MAX_DELTAS else self.version
 
     def published(self, version: int) -> None:
@@ -186,8 +186,8 @@ def write_bucket(
     """Write the file of a bucket and return the digest of its tensors.
 
     Args:
-        folder: of the version; created if it does not exist.
-        number: of the bucket.
+        folder: version folder; created if it does not exist.
+        number: bucket number.
         tensors: (Hugging Face name, complete tensor on any device).
         bases: if given, the file has the changes against the base, unless the version is complete. The base of the
             bucket becomes these tensors.
@@ -222,12 +222,12 @@ def save_bucket(
     """Write complete CPU tensors as a bucket and return their digest.
 
     Args:
-        folder: of the version. If it has a spare file of the bucket, that is overwritten if possible.
-        number: of the bucket.
+        folder: version folder. If it has a spare file of the bucket, that is overwritten if possible.
+        number: bucket number.
         tensors: Hugging Face name -> tensor.
-        files: of a process that writes this bucket of every version.
+        files: mapped files, for a process that writes this bucket of every version.
     """
-    from safetensors.torch import save_file  # imports torch, which a configuration does without
+    from safetensors.torch import save_file  # imports torch; a configuration does without
 
     path = folder / _bucket_file(number)
     with contextlib.suppress(FileNotFoundError):
@@ -247,10 +247,10 @@ def finish_update(
     """Write the manifest of a version when all its buckets are written, and remove spare files that it did not need.
 
     Args:
-        folder: of the version.
+        folder: version folder.
         version: `param_version`.
         buckets: digest of each bucket, by its number.
-        base: version against which the changes in the buckets were written; None if they are complete.
+        base: version that the changes in the buckets were written against; None if they are complete.
     """
     update = update_of(folder, version=version, buckets=buckets)
     write_manifest(folder, version=version, base=base, buckets=update.buckets)
@@ -265,7 +265,7 @@ def update_of(folder: Path, *, version: int, buckets: Sequence[WeightsDigest]) -
 
 
 def write_manifest(folder: Path, *, version: int, base: int | None, buckets: Sequence[str]) -> None:
-    """Write the manifest, which appears whole. For the arguments see `finish_update`; buckets: digests."""
+    """Write the manifest atomically. For the arguments see `finish_update`; buckets: digests."""
     for spare in folder.glob(f"*{SPARE}"):
         spare.unlink()
     partial = folder / f"{MANIFEST}.partial"
@@ -291,10 +291,10 @@ def read_bucket(
     """Read and verify a bucket: (Hugging Face name, CPU tensor) of each of its tensors.
 
     Args:
-        folder: of the version.
-        number: of the bucket.
+        folder: version folder.
+        number: bucket number.
         published: digest of the tensors.
-        base: folder of the complete version against which the changes in the bucket were written; None if the bucket
+        base: folder of the complete version that the changes in the bucket were written against; None if it
             is complete.
 
     Raises:
@@ -320,7 +320,7 @@ def discard_updates(directory: Path, *, keep_version: int, spare_for: Path | Non
     Args:
         directory: parent of the folders of the versions.
         keep_version: oldest version that a reader may need.
-        spare_for: folder of a complete version that is written next, which overwrites the files in shared memory.
+        spare_for: folder of the next complete version; writing it overwrites the files in shared memory.
     """
     needed, folder = set[Path](), version_folder(directory, keep_version)
     while folder not in needed and (folder / MANIFEST).is_file():
@@ -401,7 +401,7 @@ def update_buckets(folder: Path) -> list[str]:
 
 
 def base_of(folder: Path) -> Path | None:
-    """Folder of the version against which a version was written; None if it is complete.
+    """Folder of the version that a version was written against; None if it is complete.
 
     Raises:
         UpdateError: the manifest is missing or damaged.

@@ -1,7 +1,7 @@
 """A second set of weights for an engine's model, loaded while the first one serves and then exchanged with it.
 
     model   decodes with version 7                   | exchange |   decodes with version 8
-    twin    loads version 8, in a thread of its own  |          |   is free for version 9
+    twin    loads version 8, in a separate thread    |          |   is free for version 9
 
 An exchange takes time in proportion to the number of tensors, not to their size: both sides swap their memory. On a GPU
 the tensors of the twin are copied instead, because a CUDA graph keeps the addresses of the model's tensors.
@@ -163,7 +163,7 @@ def _bare(module: torch.nn.Module) -> torch.nn.Module:
 def _exchange_tensors(
     live: dict[str, torch.Tensor | None], twin: dict[str, torch.Tensor | None], exchanged: set[int]
 ) -> None:
-    """Exchange the memory of the tensors of a module, but of tensors in `exchanged`, to which they are added."""
+    """Exchange the memory of the tensors of a module that are not in `exchanged`; add them to `exchanged`."""
     for name in live.keys() | twin.keys():
         ours, theirs = live.get(name), twin.get(name)
         if ours is None or theirs is None:

@@ -1,6 +1,6 @@
 """Makes torchvision importable in SGLang's processes on a CPU. Python runs this module at its start.
 
-Importing torchvision registers fake kernels for two operators of its compiled library, which does not load here. This
+Importing torchvision registers fake kernels for two operators of its compiled library. It does not load here, so this
 module declares the operators when torchvision is imported. They are never called.
 """
 
@@ -23,7 +23,7 @@ class _DeclaresOperators(importlib.abc.MetaPathFinder):
     """Declares the operators when torchvision is first imported; finds no modules itself."""
 
     library: Any = None
-    """Owns the declarations, which end with it; None until torchvision is imported."""
+    """Owns the declarations, and they end with it; None until torchvision is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

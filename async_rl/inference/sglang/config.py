@@ -68,7 +68,7 @@ class SglangConfig(ServingConfig):
     name: Literal["sglang"] = "sglang"
     """Name of the engine."""
     python: Path | None = None
-    """Python interpreter of SGLang's virtualenv; None is `.venv-sglang`, which `make setup-sglang` creates."""
+    """Python interpreter of SGLang's virtualenv; None is `.venv-sglang`, created by `make setup-sglang`."""
     kv_cache_tokens: int | None = None
     """K/V slots, in tokens; None is as many as fit on a GPU, and on the CPU room for 8 requests of full length, or for
     64 if that is no more than 16,384 tokens."""

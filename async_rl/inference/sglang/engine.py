@@ -103,7 +103,7 @@ class SglangBackend:
     async def decode(
         self, request: GenerateRequest, inflight: InflightRequest, *, loaded: LoadedWeights
     ) -> list[TokenOutput]:
-        """Decode a request, which stays inside SGLang from start to end."""
+        """Decode a request; it stays inside SGLang from start to end."""
         body = generate_body(request, info=self._info, routing=self._routing)
         what = f"{self._name}: request {inflight.request_id}"
         with self._ids.reserve(inflight.request_id):
@@ -144,7 +144,7 @@ class SglangBackend:
     # ---- control
 
     async def abort(self, requests: Sequence[InflightRequest]) -> None:
-        """End all requests in the server, again and again until each of `requests` has finished."""
+        """End all requests in the server, and repeat this until each of `requests` has finished."""
         if self._frozen:  # retracted requests end at once; frozen ones would first decode once more
             await self.pause_engine("retract")
         while left := [request for request in requests if not request.finished.is_set()]:

@@ -25,7 +25,7 @@ class PrefixFreeIds:
         """Count `request_id` as in flight until the block ends.
 
         Raises:
-            EngineError: `request_id` is a prefix of an id in flight, or an id in flight is a prefix of it.
+            EngineError: `request_id` is a prefix of an id in flight, or the reverse.
         """
         at = bisect.bisect_left(self._sorted, request_id)
         for other in self._sorted[max(at - 1, 0) : at + 1]:  # the set is prefix-free, so neighbours suffice

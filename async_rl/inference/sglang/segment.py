@@ -74,7 +74,7 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
     salt = request.cache_salt
     if request.forced_experts is not None and len(request.forced_experts.experts) and routing is not None:
         params["custom_params"] = {FORCED: _forced(request.forced_experts, info, routing)}
-        salt = f"{salt}|forced|{request.session or request.request_id}"  # the session forces the same rows again
+        salt = f"{salt}|forced|{request.session or request.request_id}"  # the whole session forces these rows
     body: dict[str, Any] = {
         "rid": request.request_id,
         "input_ids": request.token_ids.tolist(),

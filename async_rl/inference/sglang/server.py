@@ -255,7 +255,7 @@ async def check_version(python: Path) -> None:
 def _launch(command: list[str], config: SglangConfig, folder: Path) -> subprocess.Popen[bytes]:
     """Start a process in a new process group, so that all its children can be killed together.
 
-    Its output goes to the standard error of this process, which is the replica's log.
+    Its output goes to the standard error of this process: the replica's log.
     """
     environment = server_environment(config, owner=os.getpid(), folder=folder)
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)

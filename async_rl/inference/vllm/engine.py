@@ -115,7 +115,7 @@ class VllmBackend:
         """Segments of one request to the engine.
 
         Args:
-            recorded: rows of earlier segments, which the engine must use.
+            recorded: rows of earlier segments; the engine must use them.
         """
         forced = recorded if request.forced_experts is None else [request.forced_experts, *recorded]
         params = sampling_params(
@@ -202,9 +202,9 @@ class VllmBackend:
     async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> list[RankLoad]:
         """Load a version, or exchange the weights if the version is staged.
 
-        With kv="recompute", frozen requests leave the engine. After `resume` they are sent again with all tokens so
+        With kv="recompute", frozen requests leave the engine. After `resume` they are sent back with all tokens so
         far and with the recorded experts forced. With kv="keep", they stay in the engine. If the engine runs out of
-        K/V memory and preempts a kept request, it computes the K/V again with the weights of that time. The routing is
+        K/V memory and preempts a kept request, it recomputes the K/V with the weights of that time. The routing is
         then the recorded one if routers can be forced (see `check_engine`), else the live one.
         """
         if kv == "recompute":
@@ -226,7 +226,7 @@ class VllmBackend:
         await self.engine.update_weight_version(label)
 
     async def _evict(self, requests: Sequence[InflightRequest]) -> None:
-        """Take frozen requests out of the engine; `resume` sends them again."""
+        """Take frozen requests out of the engine; `resume` sends them back."""
         inside = [request for request in requests if not request.parked]
         for request in inside:
             request.evicted = True

@@ -36,7 +36,7 @@ def start_node(
 
 
 def _run(args: dict[str, Any]) -> None:
-    """Run the ranks of this node, as `vllm serve --headless` does, in a process group that ends with any of them.
+    """Run the ranks of this node, as `vllm serve --headless` does, in a process group that ends with any rank.
 
     It ends with the parent, too.
 

@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def run_engine(*args: Any, **options: Any) -> None:
-    """Main function of the process of an engine, which imports vLLM without garbage collections."""
+    """Main function of the process of an engine; imports vLLM without garbage collections."""
     with no_collections():
         from vllm.v1.engine.core import EngineCoreProc
     stay_frozen()
@@ -53,7 +53,7 @@ def run_engine(*args: Any, **options: Any) -> None:
 
 
 def run_coordinator(*args: Any, **options: Any) -> None:
-    """Main function of the process that coordinates data parallelism, which loads no plugin; ends with its parent."""
+    """Main function of the process that coordinates data parallelism; loads no plugin, and ends with its parent."""
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
     _end_with_parent()

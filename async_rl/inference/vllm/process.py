@@ -34,7 +34,7 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
     engine = await asyncio.to_thread(start)
     # The engine process has its own copy. In this process the flag only enables a check that refuses greedy requests.
     engine.input_processor.model_config.return_sampling_mask = False
-    await engine.get_supported_tasks()  # vLLM caches the result, which saves the first request a call
+    await engine.get_supported_tasks()  # vLLM caches the result: this saves the first request a call
     return engine
 
 
@@ -65,7 +65,7 @@ async def stop_engine(engine: Any) -> None:
         handler.cancel()  # otherwise vLLM logs the stop as a failure
         engine.output_processor.propagate_error(EngineError("the replica is closed"))
     await asyncio.to_thread(engine.shutdown, timeout=STOP_TIMEOUT_S)
-    engine.shutdown = lambda timeout=None: None  # vLLM calls it again at interpreter exit, where it fails
+    engine.shutdown = lambda timeout=None: None  # vLLM repeats the call at interpreter exit, where it fails
 
 
 def engine_processes(engine: Any) -> list[Any]:

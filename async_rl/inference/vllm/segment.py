@@ -94,7 +94,7 @@ def recorded_rows(engine: AsyncLLM, routing: RoutingSpec) -> dict[str, dict[str,
 
 
 def cache_salt(request: GenerateRequest, *, forced: Sequence[RoutedExperts]) -> str:
-    """Prefix-cache salt. K/V under forced experts is cached only for its session, which forces the same experts."""
+    """Prefix-cache salt. K/V under forced experts is cached only for its session, as this forces the same experts."""
     return f"{request.cache_salt}|forced|{request.session or request.request_id}" if forced else request.cache_salt
 
 

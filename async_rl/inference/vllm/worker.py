@@ -1,6 +1,6 @@
-"""Methods added to vLLM's worker: load a published version between two engine steps, or beside them, and pin routing.
+"""Methods added to vLLM's worker: load a published version between two engine steps or during them, and pin routing.
 
-A load also returns sums of the values of the model's parameters, which prove that they hold the published tensors.
+A load also returns sums of the values of the model's parameters. They prove that these hold the published tensors.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LoadsUpdates:
         return {"published": published, "hashes": digest.hashes, "parameters": _contents(model)}
 
     def pin_routing(self: Any, rows: dict[str, dict[str, Any]]) -> None:
-        """Use the recorded experts of running requests if their K/V has to be computed again.
+        """Use the recorded experts of running requests if their K/V has to be recomputed.
 
         Args:
             rows: `async_rl.inference.vllm.segment.encode_rows` of each request, by its id in the engine.
@@ -105,7 +105,7 @@ class LoadsUpdates:
 def _load(
     version: str, load: Callable[[Iterator[tuple[str, torch.Tensor]]], object], *, model: torch.nn.Module
 ) -> Report:
-    """Report without parameters of a load of a published version. model: into which it is loaded."""
+    """Report without parameters of a load of a published version. model: model that is loaded."""
     share, sums = _place(), sums_for(model)
     if not version.startswith("{"):
         files = update_files(on_this_node(Path(version)))

@@ -1,4 +1,4 @@
-"""Stand-in for SGLang's kernel library, which has no CPU build; it can only be imported.
+"""Stand-in for SGLang's kernel library, because this has no CPU build. It can only be imported.
 
 SGLang imports kernels that it calls only on a GPU or with AMX. Here every name is a function that raises.
 """

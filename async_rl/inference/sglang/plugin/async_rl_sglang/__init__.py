@@ -7,7 +7,7 @@ virtualenv, and always belongs to the same source tree as the replica. It adds s
     proof of loads        the server reports a digest of the loaded tensors and contents of its parameters
     stop tokens           only those of the request; SGLang either adds the checkpoint's or ignores both
     kept rows             a retracted request keeps the routing rows of the forward passes that sampled
-    forced rows           positions that are forwarded again use their recorded experts
+    forced rows           positions that are recomputed use their recorded experts
     spread experts        expert and attention data parallelism run on the CPU
     cut distributions     top-p, top-k and min-p keep the same tokens on every engine
 
@@ -48,7 +48,7 @@ def _none_of_the_checkpoint(found: set[int], config: Any) -> set[int]:
 
 
 def _plain_host_memory() -> None:
-    """Allocate host buffers without pinned memory, which needs a GPU; the buffer of routing rows requests it."""
+    """Allocate host buffers without pinned memory: this needs a GPU, and the buffer of routing rows requests it."""
     import torch
 
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")

@@ -1,7 +1,7 @@
 """Makes SGLang's experts on the CPU run with expert and attention data parallelism.
 
-SGLang gives the experts of other ranks the id -1, which its GPU kernels skip and its CPU version takes for an index.
-It returns the sums of experts to the groups of attention data parallelism through NCCL, which the CPU lacks, and its
+SGLang gives the experts of other ranks the id -1. Its GPU kernels skip -1; its CPU version takes it for an index.
+It returns the sums of experts to the groups of attention data parallelism through NCCL, absent on the CPU, and its
 attention on the CPU lacks the length of the requests that pad the batch of a group.
 """
 

@@ -22,7 +22,7 @@ class _Current:
     """State of the current forward pass in this process."""
 
     batch: Any = None
-    """The batch, whose attribute PLAN has the forced experts, or which has none; None between passes."""
+    """The batch; its attribute PLAN, if present, has the forced experts. None between passes."""
     layers_done: int = 0
     """Layers that were forced in this pass."""
     routed_layers: ClassVar[set[int]] = set()
@@ -30,7 +30,7 @@ class _Current:
 
 
 def free_dense_layers(rows: torch.Tensor) -> None:
-    """Set `rows` [positions, layers, top_k] to -1 in dense layers, which SGLang stores as zeros."""
+    """Set `rows` [positions, layers, top_k] to -1 in dense layers; SGLang stores them as zeros."""
     if _Current.routed_layers:
         dense = sorted(set(range(rows.shape[1])) - _Current.routed_layers)
         rows[:, dense] = -1
@@ -38,7 +38,7 @@ def free_dense_layers(rows: torch.Tensor) -> None:
 
 @contextmanager
 def applied(batch: Any) -> Generator[None]:
-    """Apply the plan of a batch, which may get it during the forward pass inside the block.
+    """Apply the plan of a batch; the batch may get it during the forward pass inside the block.
 
     Raises:
         RuntimeError: the pass bypassed the hook in some layers, for instance in a captured CUDA graph.

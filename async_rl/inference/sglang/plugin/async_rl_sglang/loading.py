@@ -22,7 +22,7 @@ import torch
 CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized parameters are not checked
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
-NOT_STAGED = "not yet"  # message until all ranks have loaded a version beside the model
+NOT_STAGED = "not yet"  # message until all ranks have loaded a version into their twins
 STORE_VARIABLE = "ASYNC_RL_STORE"  # see `async_rl.weights.store`
 
 
@@ -68,9 +68,9 @@ _VERSION = _Version()
 
 
 def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: Any, target_device: Any) -> None:
-    """Hook around DefaultModelLoader.load_weights_only, which runs at the start and at every update.
+    """Hook around DefaultModelLoader.load_weights_only; runs at the start and at every update.
 
-    In an update it loads the buckets of the version in place of SGLang's `weights`, which have no numbers of buckets.
+    In an update it loads the buckets of the version in place of SGLang's `weights`, as these have no bucket numbers.
     """
     digests = _weights_module("digest")
     if _VERSION.buckets is not None:
@@ -101,7 +101,7 @@ def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
 
 
 def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
-    """Hook after DataParallelController.get_init_info: pass on the report, which is the same from each scheduler."""
+    """Hook after DataParallelController.get_init_info: pass on the report, the same from each scheduler."""
     return {**info, REPORT: controller._scheduler_init_infos[0][REPORT]}
 
 
@@ -134,7 +134,7 @@ def update_and_report(update: Callable[..., Any], updater: Any, request: Any) ->
 
 
 def stage(check: Callable[..., Any], updater: Any, request: Any) -> Any:
-    """Hook around SchedulerWeightUpdaterManager.check_weights, which runs beside requests: adds three actions.
+    """Hook around SchedulerWeightUpdaterManager.check_weights, a call that needs no pause: adds three actions.
 
     `stage VERSION` starts to load a version into a twin of the model. `staged` returns the reports of all ranks in the
     message when all have loaded it. `commit` exchanges the weights.
@@ -185,8 +185,8 @@ def _load_version(version: str, load: Callable[[], dict[str, Any]], *, model: An
     Args:
         version: see `async_rl.weights.transport.readable_by_ranks`.
         load: loads by `load_and_hash` and returns the contents of the parameters.
-        model: into which it is loaded.
-        group: of the ranks of the server.
+        model: model that is loaded.
+        group: process group with all ranks of the server.
     """
     rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     _VERSION.rank, _VERSION.ranks, _VERSION.report = rank, ranks, None

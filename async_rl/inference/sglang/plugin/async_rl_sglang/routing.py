@@ -1,7 +1,7 @@
-"""Keeps the routing rows of retracted requests, and forces recorded rows when a position is forwarded again.
+"""Keeps the routing rows of retracted requests, and forces recorded rows when a position is recomputed.
 
 SGLang stores rows by K/V slot. A retracted request loses its slots and rows, and the prefill that recomputes its K/V
-writes new rows, which have other experts if the weights changed. Here the rows are copied to the request before its
+writes new rows, with other experts if the weights changed. Here the rows are copied to the request before its
 slots are freed. The recomputing prefill is forced to these rows, in the same way as to rows that came with the request,
 so that the new slots contain the same rows.
 
@@ -34,7 +34,7 @@ def _capturer() -> Any:
 
 
 def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
-    """Hook before schedule_batch.release_req, which frees the slots of a retracted request: keep its rows."""
+    """Hook before schedule_batch.release_req frees the slots of a retracted request: keep its rows."""
     del rest
     capturer = _capturer()
     if not req.return_routed_experts or capturer is None or not req.output_ids or req.finished():
@@ -54,7 +54,7 @@ def keep_rows(*, req: Any, req_to_token_pool: Any, **rest: Any) -> None:
 
 
 def abort_with_rows(send: Callable[..., None], scheduler: Any, abort: Any, req: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook around Scheduler.send_abort_output, which aborts a retracted request that waits or is partly prefilled.
+    """Hook around Scheduler.send_abort_output, for a retracted request that waits or is partly prefilled.
 
     SGLang would return only the tokens of such a request; the hook also returns their rows and kept tokens.
     """
