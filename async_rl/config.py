@@ -1,7 +1,7 @@
-"""RunConfig: every value of a run, typed, with the rules that span several of them.
+"""RunConfig: every value of a run, typed, with the rules that span several values.
 
-Defaults are in frozen dataclasses, each beside the class that it configures. Hydra composes the presets of `configs/`,
-which hold only differences from them, with the overrides of the command line. A wrong value is refused before any
+Defaults are in frozen dataclasses, each next to the class that it configures. Hydra composes the presets of `configs/`
+(only differences from the defaults) with the overrides of the command line. A wrong value is refused before any
 process starts, with the field, the value and the way out. Importing this module does not import torch or megatron.
 """
 
@@ -87,7 +87,7 @@ class ModelConfig:
     """Hugging Face folder, or name of a model at the hub, as in Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION; None lets
     the task build its own model."""
     cache: Path = Path("outputs/dequantized")
-    """Folder of plain bfloat16 copies of quantized checkpoints, which later runs reuse; every node must see it."""
+    """Folder of plain bfloat16 copies of quantized checkpoints, for reuse by later runs; every node must see it."""
 
 
 @bounded("rollout")
@@ -117,7 +117,7 @@ class RolloutConfig:
     """Number of consecutive failed groups that stops the run."""
     drop_without_spread: Annotated[int, Ge(0)] = 0
     """Groups in a row that are dropped because all their rewards are equal; groups of the next prompts take their
-    places. One more is trained, so that a run in which no group has a spread continues. 0 drops none."""
+    places. One more is trained, so that a run continues if no group has a spread. 0 drops none."""
     failure: FailureConfig = field(default_factory=FailureConfig)
     """Handling of failed rollouts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -149,22 +149,22 @@ class SyncConfig:
     route: Literal["memory", "broadcast", "folder", "direct"] = "memory"
     """`memory`: shared memory of one node. `broadcast`: from the shared memory of the trainer's nodes to that of the
     nodes of replicas. `folder`: a directory that all nodes see, or an object store. With these two, one
-    replica of a node brings a version into the node's shared memory, from which all replicas of the node read it.
+    replica of a node brings a version into the node's shared memory, and all replicas of the node read it there.
     `direct`: from copies in the memory of the trainer ranks to the ranks of each engine, during its load, without
     files."""
     directory: Path | Url | None = None
-    """Directory of `folder`, or URL of one in an object store, such as s3://bucket/prefix, for which fsspec has a
-    driver."""
+    """Directory of `folder`, or URL of one in an object store that fsspec has a driver for, such as
+    s3://bucket/prefix."""
     backend: Backend = "gloo"
     """With `broadcast` or `direct`: `gloo` sends over TCP, `nccl` between GPUs. NCCL needs a GPU in each trainer rank
     and in each replica, and memory of one bucket there, or of two in each rank of an engine with `direct`."""
     delta: bool = False
-    """With `folder`: write the changes against the version before, except for each 16th version. Lossless; a tensor of
-    which more than a third changed is complete. Each trainer rank keeps a copy of the weights that it writes."""
+    """With `folder`: write the changes against the version before, except for each 16th version. Lossless; a tensor
+    is complete if more than a third changed. Each trainer rank keeps a copy of the weights that it writes."""
     mode: SyncMode = "at_once"
     """`at_once`: all replicas load at the same time, and no tool starts meanwhile. `rolling`: at most `max_paused`
     replicas are paused at a time, the others serve, and tools start. `staged`: as `at_once`, but the replicas load
-    beside the weights that serve, with twice their memory, and are paused for the exchange only."""
+    next to the weights that serve, with twice their memory, and are paused for the exchange only."""
     max_paused: Count = 1
     """With `rolling`: most replicas that are paused at a time."""
     timeout_s: float = 120.0
@@ -261,7 +261,7 @@ class WarmStartConfig:
     optimizer: OptimizerConfig
     """AdamW and its schedule over these steps."""
     cache: Path
-    """Folder of finished warm starts, which later runs reuse."""
+    """Folder of finished warm starts, for reuse by later runs."""
 
 
 @bounded("cluster")
@@ -402,7 +402,7 @@ def load_config(overrides: Sequence[str], *, config_name: str = "run", config_di
 def composed_values(
     overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS
 ) -> dict[str, Any]:
-    """Plain values for `build_config`, which checks them: `config_name` with Hydra overrides.
+    """Plain values for `build_config` to check: `config_name` with Hydra overrides.
 
     An override `a.b=value` may name any field, whether or not a preset does. A field without a value has its default
     before interpolations are resolved, so that `${a.b}` may name any field too.

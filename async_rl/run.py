@@ -134,7 +134,7 @@ def train(
 
     The first Ctrl-C finishes the train step and saves, the second stops at once. The same call continues the run.
     A callback is a plain or async function. It is called while the run goes on, in order; an error in it, or more than
-    a minute, is a warning. A step that is trained again after a restart is told again.
+    a minute, is a warning. A step that a restart repeats is told once more.
 
     Args:
         task: a Task, a function that returns one, or `FILE.py` or `FILE.py:NAME` of either. An object is stored in the
@@ -266,7 +266,7 @@ def _masked(override: str) -> str:
 
 
 def _logged_failure(error: BaseException, directory: Path) -> str:
-    """`failure_text`, which is also written to the log of the run."""
+    """`failure_text`, also written to the log of the run."""
     text = failure_text(error)
     with contextlib.suppress(OSError), (directory / "logs" / "driver.log").open("a") as log:
         log.write(text)

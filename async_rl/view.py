@@ -1,4 +1,4 @@
-"""`python -m async_rl.view DIR`: the rollouts of a run as one HTML page, `DIR/rollouts.html`, which opens from disk.
+"""`python -m async_rl.view DIR`: the rollouts of a run as one HTML page that opens from disk, `DIR/rollouts.html`.
 
 With --live, its rollouts and its report are on a local port, and open pages renew themselves while the run lives.
 """

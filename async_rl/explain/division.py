@@ -5,16 +5,16 @@ group of the batch is ready, so it is walked back along that group: the time bef
 trajectory, request by request and tool by tool. Any of these, if it were shorter, would have ended the wait earlier, so
 the wait is divided in their proportion, also if a part of them was before the wait.
 
-A request of T tokens beside n requests on its replica is divided by the decode step that is fitted to all requests,
+A request of T tokens next to n requests on its replica is divided by the decode step that is fitted to all requests,
 a + b n seconds:
 
     T a             latency: more groups in flight would hide it, so it counts as `staleness`; the part
-                    by which the trajectory is longer than nine tenths of all counts as `tail`
+                    beyond the length of nine tenths of all trajectories counts as `tail`
     T b n           `engines`; the part of validation requests among n counts as `validation`
     the rest        `replica` if its replica is slower than the others, `slots` while the replica has more requests than
                     it decodes, `repeat` after an abort, `validation` during one, otherwise `engines`
 
-The part of rollout time that went to groups which were dropped counts as `drops`.
+The part of rollout time that went to dropped groups counts as `drops`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Seconds = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A reason for which time passes."""
+    """A reason why time passes."""
 
     text: str
     """For the report."""
@@ -287,5 +287,5 @@ def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:
 
 
 def _shared(intervals: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Seconds of an interval that are in others, which do not overlap."""
+    """Seconds of an interval that are in others; these do not overlap."""
     return sum(max(0.0, min(b, end) - max(a, start)) for a, b in intervals)

@@ -24,7 +24,7 @@ class Explanation:
     """What limited a run."""
 
     steps: Sequence[StepDivision]
-    """Batches, without those in which the pipeline fills."""
+    """Batches, without those that fill the pipeline."""
     seconds: Seconds
     """Cause -> seconds of all steps, largest first."""
     savings: Seconds

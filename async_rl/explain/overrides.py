@@ -75,8 +75,8 @@ def predict(
 
     Args:
         step_s: measured seconds of a batch.
-        description: of the run; None if its rates are not known. Without it, or if its simulation is further than
-            MOST_ERROR from the measured seconds, gains are those of shares.
+        description: cluster, workload and rates of the run; None if its rates are not known. Without it, or if its
+            simulation is further than MOST_ERROR from the measured seconds, gains are those of shares.
     """
     whole = sum(seconds.values())
     shares = {cause: value / whole for cause, value in seconds.items()}

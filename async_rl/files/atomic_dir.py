@@ -1,7 +1,7 @@
 """Files and folders that appear complete or not at all, even if the writing process or the machine dies.
 
 What is removed or renamed away is so on the disk before what it stood for goes: a file system may do the one without
-the other. A file that was synced before is clean, and to sync it again writes nothing.
+the other. A file that was synced before is clean, and to sync it once more writes nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def whole_file(path: Path) -> Generator[Path]:
 
 
 def partial_folder(final: Path) -> Path:
-    """Folder into which the content of `final` is written until `publish_folder`."""
+    """Folder for the content of `final` until `publish_folder`."""
     return final.with_name(final.name + PARTIAL)
 
 

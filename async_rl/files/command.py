@@ -22,9 +22,9 @@ CATCHING = {"_frozen_importlib", "importlib", "hydra", "omegaconf", "pydantic"}
 
 
 def words(command: str) -> list[str]:
-    """Words that call a command from anywhere, in the way in which this process was called.
+    """Words that call a command from anywhere, in the way this process was called.
 
-    `["/venv/bin/async-rl", "run"]`, `["/venv/bin/python", "-m", "async_rl", "run"]` or, if it is neither of these,
+    `["/venv/bin/async-rl", "run"]`, `["/venv/bin/python", "-m", "async_rl", "run"]` or, if it is neither,
     `["/venv/bin/python", "-m", "async_rl.run"]`.
     """
     called = Path(sys.argv[0])

@@ -28,7 +28,7 @@ _held: set[int] = set()
 
 @contextmanager
 def owned(directory: Path) -> Generator[None]:
-    """Own a run directory, which is made if it is missing, and removed at the end if nothing else is in it then.
+    """Own a run directory. It is made if it is missing, and removed at the end if nothing else is in it then.
 
     Raises:
         ValueError: another process owns it, it cannot be written, or its file system has no locks.

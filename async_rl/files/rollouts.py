@@ -1,7 +1,7 @@
 """Rollouts on disk, in `rollouts/` of the run directory.
 
 step-NNNNNN.parquet   one file per batch and one row per path of a trajectory; `async_rl.trainer.recording` documents
-                      the columns. A file appears complete or not at all. The batch of a step that is trained again
+                      the columns. A file appears complete or not at all. The batch of a step that is repeated
                       after a restart replaces its file.
 failed-NNNNNN.jsonl   rollouts that failed or started over when NNNNNN train steps were done, one line each, with the
                       fields of FailedRollout
@@ -133,7 +133,7 @@ def tool_calls_of(text: str, *, before: str = "") -> list[dict[str, Any]]:
     """Tool calls in the text of a turn: `name` and `arguments` (JSON), or `error` for a malformed call.
 
     Args:
-        before: text before the turn, which may open its reasoning.
+        before: text before the turn; it may open the turn's reasoning.
     """
     return [
         {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False), "error": None}

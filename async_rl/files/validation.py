@@ -16,7 +16,7 @@ def explain(error: Any, *, prefix: str = "", values: Mapping[str, Any] | None = 
         error: the entry.
         prefix: written before the field's path.
         values: the validated values, if they contain unions with the discriminator `name`: pydantic's path of a field
-            then also has the name, as in `engine.vllm.block_size`, which is left out.
+            then also has the name, as in `engine.vllm.block_size`. The name is left out.
     """
     where = prefix + ".".join(_path(error["loc"], values or {})) or "the value"
     reason = str(error["msg"]).removeprefix("Value error, ")

@@ -88,13 +88,13 @@ class Cluster(_Strict):
     """GPUs, and how they are divided."""
 
     gpus: Count
-    """All GPUs, of which those that make no whole replica are idle."""
+    """All GPUs; those that make no whole replica are idle."""
     gpus_per_replica: Count = 1
     """GPUs of one engine replica."""
     train_gpus: Count
     """GPUs of the trainer; the replicas have the others."""
     train_gpus_unit: Count = 1
-    """GPUs of one copy of the model in the trainer; the splits that are tried are multiples of it."""
+    """GPUs of one copy of the model in the trainer; the splits that are tried are its multiples."""
     synchronous: Literal["colocated", "split"] = "colocated"
     """GPUs of the synchronous run: all GPUs generate and then all train, or the split of the asynchronous run."""
 
@@ -115,7 +115,7 @@ class Workload(_Strict):
     tool_s: Distribution = Distribution()
     """Time between two turns; the replica has the place free meanwhile."""
     without_signal: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the groups whose rewards are equal, which have no gradient: a part of the rollouts that is wasted."""
+    """Share of the groups whose rewards are equal. They have no gradient, so these rollouts are wasted."""
     bytes_per_token: NotNegative = 8.0
     """Bytes that a rollout worker receives for each token: 8 for id and logprob, and the routing rows."""
 
@@ -140,9 +140,9 @@ class Rates(_Strict):
     transfer_s: NotNegative = 0.0
     """Seconds of the transfer of a version to the replicas before their pause."""
     load_s: NotNegative = 0.0
-    """Seconds of the pause in which a replica loads a version."""
+    """Seconds of the pause while a replica loads a version."""
     switch_s: NotNegative = 0.0
-    """Seconds per step in which colocated GPUs change from training to generation and back."""
+    """Seconds per step that colocated GPUs take to change from training to generation and back."""
     shared_speed: Annotated[float, Gt(0), Le(1)] = 1.0
     """Speed of trainer and replicas while both work, over that of each alone; below 1 if they share cores."""
     model_bytes: NotNegative = 0.0
@@ -178,12 +178,12 @@ class Publish(_Strict):
 
 
 class Interruptions(_Strict):
-    """Work and faults beside rollouts and training; none by default."""
+    """Work and faults besides rollouts and training; none by default."""
 
     checkpoint_every: Count = 1
     """Train steps between checkpoints."""
     checkpoint_s: NotNegative = 0.0
-    """Seconds of a checkpoint, in which the trainer does nothing else."""
+    """Seconds of a checkpoint; the trainer does nothing else meanwhile."""
     validation_every: Count = 1
     """Train steps between validations."""
     validation_trajectories: Annotated[int, Ge(0)] = 0

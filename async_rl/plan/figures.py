@@ -37,9 +37,9 @@ class Seen:
     staleness_p99: int
     """99th percentile over trained tokens."""
     length_bias: float
-    """Mean length in the loss of trained trajectories over that of all which ended."""
+    """Mean length in the loss of trained trajectories over that of all that ended."""
     open_share: float
-    """Share of the time in which a trajectory was open."""
+    """Share of the time with an open trajectory."""
     open_tokens_per_s: float
     """Tokens sampled per second of that time."""
     sync_bytes_per_s: float

@@ -6,7 +6,7 @@ trainer        spans of its steps, per token; the time without a span counts per
 publish        spans of exports, transfers and pauses
 interruptions  checkpoints, validations, failed groups and the slowest replica
 
-All are means: over the second half of the batches for a plan, and without those in which the pipeline fills for an
+All are means: over the second half of the batches for a plan, and without those that fill the pipeline for an
 explanation (`filling`).
 """
 
@@ -43,7 +43,7 @@ def describe_run(directory: Path, *, cores: int | None = None) -> Description:
     """The description of a run that has ended or still runs.
 
     Args:
-        cores: of the machine of the run; None for those of this one.
+        cores: number of cores of the run's machine; None for those of this one.
 
     Raises:
         RecordsError: a file is missing or damaged, or the run is too short.
@@ -70,8 +70,8 @@ def describe(records: Records, requests: RequestModel, *, first: int, cores: int
 
     Args:
         first: number of batches that are left out.
-        cores: of the machine of the run, which trainer and replicas share on a CPU; None if the rates shall be those
-            that they had beside each other.
+        cores: number of cores of the run's machine, shared by trainer and replicas on a CPU; None if the rates shall
+            be those that they had together.
 
     Raises:
         RecordsError: the batches have no lengths, or make no plan.
@@ -111,7 +111,7 @@ def batches_ahead(config: Mapping[str, Any]) -> int:
 
 
 def filling(config: Mapping[str, Any], *, batches: int) -> int:
-    """Number of a run's batches in which the pipeline fills and kernels are loaded; at most a third."""
+    """Number of a run's batches that fill the pipeline and load kernels; at most a third."""
     return min(config["staleness"]["max_staleness"] + 1, batches // 3)
 
 

@@ -19,7 +19,7 @@ from async_rl.plan.figures import Seen
 from async_rl.plan.simulation import simulate, simulate_synchronous
 
 WASTED = 0.05  # least share of groups without a gradient that is reported
-SEARCHED = 128  # trajectories of a batch to which the simulations of a search are thinned
+SEARCHED = 128  # trajectories of a batch in the thinned simulations of a search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def make_plan(description: Description, *, steps: int, search: bool, seed: int =
     """Simulate the synchronous run, the given split, and with `search` others until no neighbour is faster.
 
     Args:
-        steps: train steps of each simulated run, after those in which the pipeline fills.
+        steps: train steps of each simulated run, after those that fill the pipeline.
     """
     synchronous = simulate_synchronous(description, steps=steps, seed=seed)
 

@@ -2,7 +2,7 @@
 
 The last line of a file may be incomplete, and `trace.json` may have no closing bracket. Files other than config.yaml
 and metrics.jsonl may be missing; `Records.notes` says what can then not be said. Of a long run only the end is read, so
-that the work does not grow with the run: at most LAST_BYTES of each file, and of these LAST_BATCHES batches.
+that the work does not grow with the run: at most LAST_BYTES of each file, and LAST_BATCHES batches in them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _events(path: Path, notes: list[str]) -> Iterator[Mapping[str, Any]]:
 def _objects(path: Path, *, last_bytes: int | None = None) -> Iterator[Mapping[str, Any]]:
     """Objects of a file with one per line, or of an array with one per line.
 
-    An incomplete last line, which the run still writes, is left out.
+    An incomplete last line that the run still writes is left out.
     """
     lines = read_lines(path, last_bytes=LAST_BYTES if last_bytes is None else last_bytes)
     for number, line in enumerate(lines, start=1):

@@ -42,7 +42,7 @@ class Decode:
     tokens: int
     """To be sampled."""
     context: float
-    """Prompt and tokens so far, which are prefilled."""
+    """Prompt and tokens so far; they are prefilled."""
     replica: str = ""
     """That it was sent to last."""
     spans: list[Span] = field(default_factory=list[Span])

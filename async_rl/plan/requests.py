@@ -45,11 +45,11 @@ class RequestModel:
         slow: replica -> its seconds per token over those of the others, if they are at least SLOW.
         max_running: requests that a replica decodes at a time.
         running: mean of the requests of a replica while it has any.
-        busy: share of the time from the first to the last request in which a replica has any, mean over replicas.
+        busy: share of the time, from the first to the last request, while a replica has any; mean over replicas.
         turns: mean of the turns of a trajectory.
         gaps: seconds between its turns, without pauses of the replica: tools, environments and rollout workers.
         stretch: seconds of requests over those of their decode steps; prefills make them longer.
-        prefill_tokens_per_s: of a replica, from what aborted requests take longer; infinite if they do not.
+        prefill_tokens_per_s: rate of a replica, from what aborted requests take longer; infinite if they do not.
     """
 
     def __init__(self, records: Records) -> None:
@@ -88,7 +88,7 @@ class RequestModel:
         return None if not found else max(found.values(), key=lambda spans: spans[-1].end)
 
     def longer_than_usual(self, spans: Sequence[Span]) -> float:
-        """Part of a trajectory's tokens by which it is longer than nine tenths of all."""
+        """Part of a trajectory's tokens beyond the length of nine tenths of all."""
         return max(0.0, 1 - self._usual_tokens / max(1.0, _sampled(spans)))
 
     def parts(self, span: Span, *, aborted: bool) -> dict[str, float]:
@@ -154,7 +154,7 @@ class RequestModel:
     def _fit(self, requests: Sequence[Span]) -> tuple[float, float]:
         """a and b over all replicas, whose times are laid one after the other.
 
-        Prefills only make requests longer, so it is fitted again to the half that is fastest by the fit. If requests
+        Prefills only make requests longer, so it is refitted to the half that is fastest by the fit. If requests
         queue for a slot, those that did not give the proportion of a and b, and the tokens of all the level.
         """
         if not requests:
@@ -173,7 +173,7 @@ class RequestModel:
         return self._fit_all(kept)
 
     def _at_level(self, decode_s: float, per_request_s: float) -> tuple[float, float]:
-        """a and b in the proportion given, with which the replicas decode as many tokens as they did."""
+        """a and b in the proportion given, such that the replicas decode as many tokens as they did."""
         tokens = expected = 0.0
         for name, each in self._all.items():
             running, seconds = np.minimum(each.values, self.max_running), np.diff(each.times)
@@ -252,7 +252,7 @@ class RequestModel:
             self.slow = {name: max(1.0, levels[name]) for name in self.slow}
 
     def _prefill(self, trajectories: Sequence[Sequence[Span]]) -> float:
-        """Tokens per second at which the sampled tokens of aborted requests would be prefilled again.
+        """Tokens per second at which the sampled tokens of aborted requests would be prefilled once more.
 
         A continuation waits for the prefill of all requests of its replica; the tokens of prompts are not known, so
         they make the rate lower.
@@ -307,7 +307,7 @@ def _open(spans: Iterable[Span], key: Callable[[Span], str] = _replica) -> dict[
 
 
 def _mean_running(counts: Mapping[str, StepFunction]) -> tuple[float, float]:
-    """Mean of the requests while there are any, and the share of the time in which there are."""
+    """Mean of the requests while there are any, and the share of the time with any."""
     if not counts:
         return 0.0, 0.0
     open_s = sum(float(np.diff(each.times)[each.values > 0].sum()) for each in counts.values())

@@ -3,9 +3,9 @@
 real      controller, queue, staleness policy, dispatcher, router, pool, publisher, gates of the replicas
 planned   replicas (`replica.py`), rollouts (`worker.py`), trainer, checkpoints (`trainer.py`), records (`figures.py`)
 
-If the cluster is larger than `MAX_REPLICAS` or its batch than `MAX_TRAJECTORIES`, a part of it is simulated: of N times
+If the cluster is larger than `MAX_REPLICAS` or its batch than `MAX_TRAJECTORIES`, a part is simulated: of N times
 fewer replicas and groups, each as fast as before, with a trainer that trains N times the tokens. A thinned simulation
-has N times fewer requests on the same replicas, each of which costs as much as N.
+has N times fewer requests on the same replicas, each as costly as N.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def scale_of(description: Description, *, replicas: int, thin_to: int | None = N
     """The part of a cluster with that many replicas that is simulated.
 
     Args:
-        thin_to: trajectories of a batch to which the part is thinned; None does not thin it.
+        thin_to: trajectories of a batch after thinning; None does not thin the part.
     """
     workload = description.workload
     groups, trajectories = workload.groups_per_batch, workload.groups_per_batch * workload.trajectories_per_group
@@ -92,7 +92,7 @@ def simulate(
     """A run with the split of the description.
 
     Args:
-        steps: train steps after those in which the pipeline fills.
+        steps: train steps after those that fill the pipeline.
         thin_to: see `scale_of`.
         directory: gets trace, metrics, schedule and ledger of the run; None writes no files.
     """
@@ -160,7 +160,7 @@ class _Run:
         self._figures = Figures(self._replicas, opened=opened, drawn=worker.drawn, files=self._files)
 
     async def go(self, steps: int) -> Seen:
-        """Simulate `steps` steps after those in which the pipeline fills."""
+        """Simulate `steps` steps after those that fill the pipeline."""
         description, scale, workload = self._description, self._scale, self._description.workload
         skipped = description.staleness.max_staleness + 2
         parts = RunParts(

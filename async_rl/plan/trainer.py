@@ -29,7 +29,7 @@ class PlannedTrainer(InProcess):
         gpus: number of GPUs.
         groups_of: groups of the cluster for each that it gets.
         replicas: get slower while it trains, if they share its cores.
-        opened: trajectories in rollout, which make it slower then.
+        opened: trajectories in rollout; they make it slower then.
     """
 
     def __init__(

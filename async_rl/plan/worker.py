@@ -1,7 +1,7 @@
 """A rollout worker whose rollouts have lengths and durations only.
 
 A trajectory of 300 tokens in 3 turns makes three requests of 100 tokens, with the time of a tool between them. An
-aborted request is made again with the tokens that are left, so it may continue at another replica with other weights.
+aborted request is repeated with the tokens that are left, so it may continue at another replica with other weights.
 """
 
 from __future__ import annotations

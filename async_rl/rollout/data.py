@@ -1,4 +1,4 @@
-"""Prompts from a list, a generator, a file or a dataset, in an order that a restarted run finds again."""
+"""Prompts from a list, a generator, a file or a dataset, in an order that a restarted run repeats."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PromptFormat:
     """Makes prompts of rows.
 
     Args:
-        template: text with {column} places, which becomes the user's message; None takes the column `prompt`.
+        template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt; None for none.
     """
 
@@ -151,11 +151,11 @@ def _plain(value: Any) -> Any:
 
 
 class Epochs:
-    """The rows of a sequence, shuffled again in each epoch. With 3 rows, index 7 is the second row of epoch 2.
+    """The rows of a sequence, reshuffled in each epoch. With 3 rows, index 7 is the second row of epoch 2.
 
     Args:
         rows: not empty.
-        seed: of the shuffle; None keeps the order of the rows.
+        seed: number that fixes the shuffle; None keeps the order of the rows.
     """
 
     def __init__(self, rows: Sequence[Any], *, seed: int | None) -> None:
@@ -175,11 +175,11 @@ class Epochs:
 
 
 class Stream:
-    """The rows that a generator function yields, by index. A smaller index than the last one starts it again.
+    """The rows that a generator function yields, by index. A smaller index than the last one restarts it.
 
     Args:
         start: starts the generator; it must yield the same rows each time.
-        name: of the source in error texts.
+        name: word for the source in error texts.
     """
 
     def __init__(self, start: Callable[[], Iterator[Any]], *, name: str) -> None:
@@ -218,8 +218,8 @@ def open_rows(source: Source, *, seed: int, name: str) -> Sequence[Any] | Stream
     """The rows of a source.
 
     Args:
-        seed: of a generator function.
-        name: of the source in error texts.
+        seed: argument of a generator function.
+        name: word for the source in error texts.
 
     Raises:
         ValueError: the source cannot be read, is empty, or is of another kind; names it.
@@ -271,7 +271,7 @@ def leave_out(
 
     Args:
         reason_against: (row, index) -> why the row is left out; None keeps it.
-        name: of the source in the texts.
+        name: word for the source in the texts.
 
     Raises:
         ValueError: no row is left.
@@ -291,7 +291,7 @@ def leave_out(
 
 
 class Chosen(Sequence[Any]):
-    """Some rows of a sequence, which may read them only when they are asked for."""
+    """Some rows of a sequence that may read a row only when it is asked for."""
 
     def __init__(self, rows: Sequence[Any], indices: Sequence[int]) -> None:
         self._rows = rows

@@ -72,7 +72,7 @@ class _Member:
     groups: dict[int, Admission] = field(default_factory=dict[int, Admission])
     """Groups in its rollouts, by id."""
     may_restart: bool = False
-    """Whether the restart of this failed worker was counted; an interrupted restart is not counted again."""
+    """Whether the restart of this failed worker was counted; an interrupted restart is counted once."""
     gone: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once a failed worker's process has ended, and its requests have left the engines."""
 
@@ -131,7 +131,7 @@ class Dispatcher:
         """Have each worker store content at `place`, in its own files. Files of settled groups are removed.
 
         Args:
-            live: groups that may be read again.
+            live: groups that may still be read.
 
         Raises:
             JournalError: the disk refuses.
@@ -187,7 +187,7 @@ class Dispatcher:
         await self._all(lambda worker: worker.call(RolloutWorker.flush))
 
     async def forget(self, groups: Collection[int]) -> None:
-        """Remove the content of groups that will not be read again."""
+        """Remove the content of groups that will not be read any more."""
         await self._all(lambda worker: worker.call(RolloutWorker.forget, groups))
 
     async def pause(self) -> None:
@@ -196,7 +196,7 @@ class Dispatcher:
         await self._control(lambda worker: worker.call(RolloutWorker.pause_tools))
 
     async def resume(self) -> None:
-        """Tools start again."""
+        """Tools may start from now on."""
         self._tools_paused = False
         await self._control(lambda worker: worker.call(RolloutWorker.resume_tools))
 

@@ -130,13 +130,13 @@ class GroupContents:
             await self._forget(groups)
 
     def trained(self, groups: Iterable[int], *, train_step: int) -> None:
-        """Note that groups were trained; they are kept in case a restart trains them again."""
+        """Note that groups were trained; they are kept in case a restart repeats their step."""
         for group in groups:
             del self._finished[group]
             self._trained[group] = train_step
 
     async def checkpointed(self, train_step: int) -> None:
-        """Remove groups trained up to `train_step`: no restart trains them again."""
+        """Remove groups trained up to `train_step`: no restart repeats their steps."""
         settled = [group for group, step in self._trained.items() if step <= train_step]
         for group in settled:
             del self._trained[group]
@@ -155,5 +155,5 @@ def next_writer(directory: Path) -> int:
 
 
 def writer_name(number: int) -> str:
-    """Name of a writer, which its files start with."""
+    """Name of a writer; its files start with it."""
     return f"rollout-{number:04d}"

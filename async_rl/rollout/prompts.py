@@ -29,7 +29,7 @@ class FailedPrompts:
     """Prompts of the groups whose consecutive failures stopped a run, stored in a file for the next start.
 
     Args:
-        path: of the file. It exists until all its prompts were admitted again.
+        path: file of their indices. It exists until all its prompts were readmitted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,7 +46,7 @@ class FailedPrompts:
         self._replace(self._prompts.union(prompts))
 
     def discard(self, prompts: Iterable[int]) -> None:
-        """Remove indices; the next start does not admit them again."""
+        """Remove indices; the next start does not readmit them."""
         self._replace(self._prompts.difference(prompts))
 
     def _replace(self, prompts: set[int]) -> None:
@@ -70,7 +70,7 @@ class PromptSource:
         order: the endless order of prompts.
         cursor: first index that was never admitted.
         unfinished: admitted indices whose groups were neither trained nor dropped by an earlier run.
-        failed: indices below `cursor` whose groups failed until an earlier run stopped; they are admitted again.
+        failed: indices below `cursor` whose groups failed until an earlier run stopped; they are readmitted.
             With None, `keep_failed` does nothing.
     """
 
@@ -89,7 +89,7 @@ class PromptSource:
 
     @property
     def unfinished(self) -> Sequence[int]:
-        """Indices of an earlier run that still have to be admitted again, ascending."""
+        """Indices of an earlier run that still have to be readmitted, ascending."""
         return tuple(self._unfinished)
 
     @property
@@ -115,7 +115,7 @@ class PromptSource:
             self._failed.discard([admitted])
 
     def keep_failed(self, indices: Iterable[int]) -> None:
-        """Store prompts whose failed groups stop the run, so that the next start admits them again."""
+        """Store prompts whose failed groups stop the run, so that the next start readmits them."""
         if self._failed is not None:
             self._failed.add(indices)
 
@@ -146,8 +146,8 @@ class PromptFile:
     With 3 prompts, the indices 0 to 2 are epoch 0 and index 7 is the second prompt of epoch 2.
 
     Args:
-        path: of the file.
-        seed: of the shuffle.
+        path: file of JSON lines.
+        seed: number that fixes the shuffle.
         check: raises ValueError for a prompt that the task cannot use; called for every prompt of the file.
 
     Raises:

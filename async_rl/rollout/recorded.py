@@ -78,7 +78,7 @@ class RecordedTrajectory(Trajectory):
     """A trajectory that reports everything appended to it and to its forks.
 
     Args:
-        existing: initial content, which may have forks; this object takes it over.
+        existing: initial content, possibly with forks; this object takes it over.
         record: called with the number of tokens before each appended step, the step, and the number of the path.
         flush: returns once all recorded steps are stored.
         count: called with the number of tokens of each segment.

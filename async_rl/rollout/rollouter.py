@@ -1,6 +1,6 @@
 """One admitted prompt -> one prompt group. A bad rollout is data (a typed drop with its reason), not a crash.
 
-A failed rollout is retried from its current content: a reward or a tool is called again, a decode continues, and no
+A failed rollout is retried from its current content: a call of a reward or tool is repeated, a decode continues, and no
 token is sampled twice. If a tool has lost the state of the rollout, it starts over with an empty trajectory. A rollout
 that fails permanently is handled by `FailureConfig.on_failed`: the group is dropped,
 the rest is trained without it, or another rollout of the same prompt takes its place.
@@ -116,7 +116,7 @@ class Rollouter:
         loop: complete agent loop; its engine waits, aborts and resumes by itself.
         routing: layout of the routing rows; None if the run captures none.
         trajectories_per_group: rollouts of each prompt.
-        resume_routing: handling of rows that a resumed generation computes again.
+        resume_routing: handling of rows that a resumed generation recomputes.
         log: stores rollouts while they grow.
         failure: handling of failed rollouts.
         note: called with every failure; its text names the rollout.
@@ -381,7 +381,7 @@ async def run_loop(loop: AgentLoop, prompt: Prompt, trajectory: Trajectory, *, s
 
     Raises:
         RolloutError: the loop returned with an open trajectory.
-        LeakedError: it let out a cancel that nobody had asked for.
+        LeakedError: it let out an unrequested cancel.
     """
     run = partial(loop.run, prompt, trajectory=trajectory, session=session, cache_salt=cache_salt)
     await boundary(run, name=f"rollout {session}")

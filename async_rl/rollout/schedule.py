@@ -196,6 +196,6 @@ class _ScheduledOrder:
         self._prompts = prompts
 
     def train_prompt(self, index: int) -> Prompt:
-        """The prompt at position `index`; after the end an arbitrary prompt, which is never admitted."""
+        """The prompt at position `index`; after the end an arbitrary prompt that is never admitted."""
         prompt = self._prompts[min(index, len(self._prompts) - 1)]
         return replace(self._order.train_prompt(prompt), index=index)

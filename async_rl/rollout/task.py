@@ -60,7 +60,7 @@ class Task:
         rewards: a function, several, or name -> function or (weight, function); see `agent_loop.tools.functions`. None
             if the agent gives each reward.
         environment: in place of rewards and tools, a class that answers each turn; see `agent_loop.environment`.
-        validation: rows that are never trained on, as a source of their own, as a share of `prompts`, or as several
+        validation: rows that are never trained on, as a separate source, as a share of `prompts`, or as several
             sets, name -> source.
         tools: functions, classes whose methods are the tools (`agent_loop.tools.state`), servers
             (`agent_loop.McpServer`), or objects with the interface of `agent_loop.Tool`. Without tools a rollout is one
@@ -68,7 +68,7 @@ class Task:
         agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.programs.program`.
             `external` takes programs outside of the run.
         agents: name of each agent of the program, as in the field `model` of its calls -> whether it is trained. Each
-            has rewards and a baseline of its own. A call with another name is of the agent `policy`, which is trained.
+            has its own rewards and baseline. A call with another name is of the agent `policy`; that one is trained.
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
         shuffle: whether rows that are not generated are shuffled in each epoch.
@@ -155,7 +155,7 @@ class Task:
         return self._format.prompt(self._rows[0][index], index=index)
 
     def validation_prompts(self, count: int) -> Sequence[Prompt] | Mapping[str, Sequence[Prompt]]:
-        """`count` held-out prompts, which are never training prompts; fewer if there are fewer.
+        """`count` held-out prompts, never training prompts; fewer if there are fewer.
 
         If there are several sets: name -> `count` prompts of the set. Empty if the task holds out no prompts.
         """
@@ -171,7 +171,7 @@ class Task:
 
     @cached_property
     def _rows(self) -> tuple[Epochs | Stream, Mapping[str, Sequence[Any] | Stream]]:
-        """Rows to train on, and sets of held-out rows; read when they are first needed, which is in the driver only."""
+        """Rows to train on, and sets of held-out rows; read when they are first needed, in the driver only."""
         rows, sets = self._opened()
         if self._max_prompt_tokens is not None and isinstance(rows, Stream):
             raise ValueError(
@@ -233,7 +233,7 @@ class Task:
     def measure_prompts(self, tokenizer: Tokenizer, limits: TurnLimits) -> None:
         """Check the lengths of all prompts from now on. Called before the first prompt is asked for.
 
-        A subclass with a `build_loop` of its own renders its prompts itself, so they are not measured.
+        A subclass with its own `build_loop` renders its prompts itself, so they are not measured.
 
         Raises:
             ValueError: `max_prompt_tokens` leaves no token to sample, or is given to such a subclass.
@@ -278,12 +278,12 @@ class Task:
     def build_loop(
         self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
     ) -> AgentLoop:
-        """Build the agent loop, which turns one prompt into one trajectory.
+        """Build the agent loop that turns one prompt into one trajectory.
 
         Args:
             engine: generates tokens.
-            tokenizer: of the model.
-            sampling: of every model call.
+            tokenizer: the model's tokenizer.
+            sampling: parameters of every model call.
             limits: bounds on turns and tokens.
             gate: awaited before each tool call; closed during a publish.
         """
@@ -349,7 +349,7 @@ class TaskConfig:
     """`module:name` or `path/of/file.py:name` of a Task, or of a function that returns one; `path/of/file.pkl:task` of
     one that `async_rl.train` stored."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the function, beside `seed`, the seed of the run."""
+    """Arguments of the function besides `seed`, the seed of the run."""
     prompt_file: Path | None = None
     """JSON lines of prompts to train on instead of the task's own stream; see `rollout.prompts.PromptFile`."""
 
@@ -574,7 +574,7 @@ def pickled_task(task: Task | Callable[..., Task]) -> bytes:
 
 
 def _unpickle(path: Path) -> ModuleType:
-    """A module with the task of `pickled_task`, which finds the modules that it found there."""
+    """A module with the task of `pickled_task`; the task finds the modules that it found there."""
     paths, pickled = pickle.loads(PICKLED.get(path) or path.read_bytes())
     sys.path += [each for each in paths if each not in sys.path]
     module = ModuleType("task")
@@ -583,7 +583,7 @@ def _unpickle(path: Path) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file, beside which it finds its own modules."""
+    """Import a file; it finds the modules in its folder."""
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     path = path.resolve()

@@ -104,7 +104,7 @@ class ValidationSchedule:
     """One round at a time.
 
     Args:
-        validate: runs the round with the given number; None if there are no held-out prompts, which disables rounds.
+        validate: runs the round with the given number; None if there are no held-out prompts, and so no rounds.
         every: train steps between rounds; 0 for only the first and the last round.
         last: train step of the last round.
         per_batch: train steps of one batch, see `is_due`.

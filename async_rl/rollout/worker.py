@@ -28,7 +28,7 @@ from message_queue.ledger import Drop
 from message_queue.training_sequence import Content, content_of
 from message_queue.trajectory import Trajectory
 
-APPEND_TURNS = 20  # event-loop iterations in which rollouts append received answers
+APPEND_TURNS = 20  # event-loop iterations for rollouts to append received answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +148,7 @@ class RolloutWorker(InProcess):
         await self._rollouter.flush()
 
     async def forget(self, groups: Collection[int]) -> None:
-        """Remove this worker's stored content of groups that will not be read again."""
+        """Remove this worker's stored content of groups that will not be read any more."""
         if self._writer is not None:
             await self._writer.forget(groups)
 
@@ -157,7 +157,7 @@ class RolloutWorker(InProcess):
         self._gate.pause()
 
     async def resume_tools(self) -> None:
-        """Tools start again."""
+        """Tools may start from now on."""
         self._gate.resume()
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:

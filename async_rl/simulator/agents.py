@@ -92,7 +92,7 @@ class Agent:
     key: str
     """Of the session."""
     history: list[Message]
-    """Conversation, of which the last message is not answered."""
+    """Conversation whose last message is not answered."""
     chance: random.Random
 
     async def run(self) -> float | None:
@@ -210,7 +210,7 @@ class Agent:
         return again
 
     async def _give_up(self, last: ChatAnswer) -> ChatAnswer:
-        """The connection breaks, and the client makes the call again."""
+        """The connection breaks, and the client repeats the call."""
         request = self._request()
         call = asyncio.ensure_future(self._ask(request))
         await asyncio.wait((call,), timeout=self.chance.random())
@@ -219,7 +219,7 @@ class Agent:
         return await self._ask(replace(request, is_retry=True))
 
     async def _ask_with_tokens(self, last: ChatAnswer) -> ChatAnswer:
-        """A call with tokens beside the conversation."""
+        """A call with tokens next to the conversation."""
         rollout = self.world.oracle.session(self.session)
         conversation = rollout.conversation(self.history)
         tokens = tuple(token for part in conversation for token in part[0])
@@ -275,7 +275,7 @@ class Agent:
 
 
 class WatchedLoop:
-    """An agent loop in which tools, rewards and agents can tell whose they are."""
+    """An agent loop whose tools, rewards and agents can tell whose they are."""
 
     def __init__(self, loop: AgentLoop, world: World) -> None:
         self._loop = loop
@@ -290,7 +290,7 @@ class WatchedLoop:
 
 
 class WatchedRouter(ReplicaRouter):
-    """The engine of a worker, which may not forget what it received."""
+    """The engine of a worker that may not forget what it received."""
 
     def __init__(self, world: World, pool: ReplicaPool) -> None:
         super().__init__(pool)

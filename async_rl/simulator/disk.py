@@ -1,6 +1,6 @@
 """The disk of a run: real files, and faults at the level of SQLite and of the content's data files.
 
-A write that fails leaves half of it there; a process may die inside a transaction or right after it.
+A write that fails leaves its first half there; a process may die inside a transaction or right after it.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Disk:
         return asyncio.get_running_loop().time() < self._broken_until
 
     def repair(self) -> None:
-        """It has room and can be written again."""
+        """It has room and can be written."""
         self._broken_until = 0.0
 
     def refusal(self, point: str) -> int | None:
-        """Error number of what is done at `point`; None if it succeeds.
+        """Error number of the operation at `point`; None if it succeeds.
 
         Raises:
             ProcessDied: the process is killed there.

@@ -49,7 +49,7 @@ class _Decode:
     stuck: bool = False
     """Whether it never ends."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it has to look at its request again."""
+    """Set when it has to recheck its request."""
 
 
 class SimulatedReplica:
@@ -236,7 +236,7 @@ class SimulatedReplica:
         """The answer as it arrives: spoiled if that is its turn."""
         kind, count = self._world.fault(f"answer/{self.name}")
         sent, good, missing = segments, segments, range(0)
-        # the others ask for rows again that they hold
+        # the others ask for rows that they already hold
         append = self._world.scenario.config.rollout.resume_routing in ("append", "force")
         match kind if len(segments[-1]) else "":
             case "unavailable rows" if append:

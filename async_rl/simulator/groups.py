@@ -46,11 +46,11 @@ class Reopened:
     attempts: int
     """To open the journal, this one included, since one succeeded."""
     updates_per_batch: int
-    """Optimizer steps of each batch that is trained again."""
+    """Optimizer steps of each batch that is repeated."""
 
     @property
     def end(self) -> int:
-        """Optimizer updates once everything is trained again that was trained."""
+        """Optimizer updates once all that was trained is repeated."""
         return self.state.train_step + self.restored.replay * self.updates_per_batch
 
     @property
@@ -76,7 +76,7 @@ class GroupAccount:
         self._ends: dict[int, End] = {}  # an end that was applied and not written is taken back by a restart
         self._batches: dict[int, tuple[int, ...]] = {}  # last train step -> groups, as the trainer got them
         self._tokens: dict[int, int] = {}  # with gradient, by the same step
-        self._replayed: set[int] = set()  # steps of `_batches` that are trained again
+        self._replayed: set[int] = set()  # steps of `_batches` that are repeated
         self._answered: dict[int, Literal["admitted", "ready", "dropped"]] = {}
         self._answered_step = self._answered_version = 0
         self._stored: dict[int, dict[tuple[int, int], _Length]] = {}  # group -> (trajectory, path) -> length
@@ -163,7 +163,7 @@ class GroupAccount:
             stored[record.trajectory, record.path] = length, isinstance(what, TrajectoryClosed)
 
     def rollout_starts(self, session: str) -> None:
-        """A rollout of an agent starts, or starts over: what it stored before is not read again."""
+        """A rollout of an agent starts, or starts over: its earlier records are not read any more."""
         for group, stored in self._stored.items():
             for number, path in [of for of in stored if session_name(group, of[0]) == session]:
                 del stored[number, path]
@@ -179,7 +179,7 @@ class GroupAccount:
         self._batches[train_step], self._tokens[train_step] = groups, tokens
 
     def is_replayed(self, train_step: int) -> bool:
-        """Whether a restart trains a step again as it was."""
+        """Whether a restart repeats a step as it was."""
         return train_step in self._replayed
 
     # ---- accounts
@@ -194,7 +194,7 @@ class GroupAccount:
         require("ledger", counts.open == open_groups, "{}; open are {}", counts, open_groups)
 
     def check_checkpoint(self, state: RunState) -> None:
-        """Every prompt up to the cursor was trained once, dropped, or is to be admitted again."""
+        """Every prompt up to the cursor was trained once, dropped, or is to be readmitted."""
         trained = [self.admissions[group].prompt for group in self._settled(state.train_step)]
         self._check_prompts([*trained, *state.unfinished_prompts], cursor=state.prompt_cursor)
         expected = state.train_step // self._config.trainer.updates_per_batch * self._config.rollout.groups_per_batch
@@ -315,10 +315,10 @@ class GroupAccount:
             require("exactly once", known, "group {} was acknowledged and is lost", group)
             admission, per_batch = self.admissions[group], self._config.trainer.updates_per_batch
             policy, bound = self._config.staleness.policy, self._config.staleness.max_staleness
-            # An attempt that has not seen the damage yet trains all steps again, and the group is older at their end.
+            # An attempt that has not seen the damage yet repeats all steps, and the group is older at their end.
             end = max(found.end, self._answered_step) if self._damaged and found.attempts > 1 else found.end
             age = end - min(end, updates[admission.admitted_version]) + per_batch - 1
-            waits = policy == "wait"  # after damage, groups to train again take the places of others
+            waits = policy == "wait"  # after damage, groups to retrain take the places of others
             excused = bool(self._damaged) if waits else age > bound
             require("failure", excused, "{} is dropped by a restart under {}", admission, policy)
             requeue = admission.prompt in restored.waiting

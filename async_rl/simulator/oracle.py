@@ -1,6 +1,6 @@
 """What must hold in every run, judged from the outside: by what the parts told each other, and by what was trained.
 
-Nothing here asks the code under test what is right. Tokens, logprobs and rows are computed again from weights and
+Nothing here asks the code under test what is right. Tokens, logprobs and rows are recomputed from weights and
 context (`model.py`), updates and versions are counted where the trainer makes them, groups where the queue hands them
 out (`groups.py`).
 """
@@ -128,7 +128,7 @@ class Oracle:
                     kept = 0
                 rollout.kept = kept if self._new_driver else min(kept, rollout.kept)
                 damaged = group in self._world.disk.damaged_groups
-                if existing is not None and damaged:  # calls that are forgotten are made again
+                if existing is not None and damaged:  # calls that are forgotten are repeated
                     turns = [] if trajectory is None else trajectory.turns[:-1]
                     answered = (segment.token_ids for turn in turns for segment in turn.segments)
                     calls = sum(int((ids == model.CALL).sum()) for ids in answered)

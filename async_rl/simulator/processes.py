@@ -48,7 +48,7 @@ class Process:
     Args:
         host: runs in the process.
         latency_s: mean of one way.
-        linger_s: time after its death in which it still has its files open.
+        linger_s: time after its death while it still has its files open.
 
     files: that it opened.
     """

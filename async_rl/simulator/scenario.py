@@ -181,7 +181,7 @@ class Scenario:
     train_s: float
     """Seconds for a batch."""
     load_s: float
-    """Seconds in which an engine loads weights."""
+    """Seconds that an engine takes to load weights."""
     tool_s: float
     """Seconds of a tool or a reward."""
     blocks: bool

@@ -1,4 +1,4 @@
-"""Whether a trajectory that is trained is what the engines made: every token, logprob, lag and row of it."""
+"""Whether a trajectory that is trained is what the engines made: every token, logprob, lag and row."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Rollout:
     tool_calls: int = 0
     """Tools that were started."""
     kept: int = 0
-    """Tokens that are not generated again."""
+    """Tokens that are not regenerated."""
     interrupted: bool = False
-    """Whether a restart or the death of its worker came in between: a call that was started is not made again then."""
+    """Whether a restart or the death of its worker came in between: a call that was started is not repeated then."""
     reward: float | None = None
     """Last value that the task or the agent gave."""
     calls: list[AgentCall] = field(default_factory=list[AgentCall])
@@ -172,9 +172,9 @@ class TrajectoryJudge:
         """Judge one trajectory and its rows in the batch; returns its number of sampled tokens.
 
         Args:
-            sequences: of the trajectory; each sampled token is in the loss of one.
-            number: of the trajectory in the batch.
-            prompt: what it starts with.
+            sequences: all sequences of the trajectory; each sampled token is in the loss of one.
+            number: place of the trajectory in the batch.
+            prompt: tokens that it starts with.
             rollout_of: path -> what was done for it.
         """
         root = rollout_of(0)
@@ -211,7 +211,7 @@ class TrajectoryJudge:
     # ---- tokens
 
     def _check_tokens(self, path: _Path) -> None:
-        """Each token sampled here, and the tokens that the sampler kept beside it, are those of its weights."""
+        """Each token sampled here, and the tokens that the sampler kept with it, are those of its weights."""
         tokens, session = path.tokens, path.session
         contexts, number = model.contexts(tokens), model.session_number(session)
         calls, kept = self._config.rollout.limits.max_turns > 1, _kept_tokens(path.sequences)

@@ -1,4 +1,4 @@
-"""What must hold in every run, and the error of a run in which it does not."""
+"""What must hold in every run, and the error of a run that violates it."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Nothing can ever happen again, or nothing came of it for too long."""
+    """Nothing more can happen, or nothing came of it for too long."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):
@@ -146,7 +146,7 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """Result of `main`; `loop.time()` starts at 0 and counts seconds that nobody waits for.
 
     Raises:
-        Deadlock: nothing can ever happen again.
+        Deadlock: nothing more can happen.
     """
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

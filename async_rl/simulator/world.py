@@ -1,4 +1,4 @@
-"""The world of one seed: the real controller among simulated processes, and a run that is started again when it breaks.
+"""The world of one seed: the real controller among simulated processes, and a run that is restarted when it breaks.
 
 driver     RecoveryLoop, Resume, Controller, Dispatcher, Publisher, Supervisor, Recorder, Checkpoints         (real)
 worker     RolloutHost, Rollouter, agent loops, router, ContentWriter (real) -> files, with faults of Disk
@@ -44,7 +44,7 @@ from message_queue.recovery import JournalPlace, Restored
 from message_queue.state import QueueState
 
 Event = tuple[float, str, str, tuple[object, ...]]
-OPERATOR_S = 20.0  # until a run is started again
+OPERATOR_S = 20.0  # until a run is restarted
 REMOVES = ("remove the directory", "which drops its groups in flight")  # in errors of a journal that cannot be used
 STANDSTILL_S = 900.0  # virtual seconds without a train step; longer than all time-outs of one train step together
 STANDSTILL_TURNS = 60_000  # turns of the event loop without a train step
@@ -145,7 +145,7 @@ class World:
     # ---- functions that it puts in the place of others
 
     async def open_queue(self, place: JournalPlace, **options: Any) -> tuple[Any, EventJournal, Restored]:
-        """A queue; from its start the oracle sees each event of it."""
+        """A queue; from its start the oracle sees each event."""
         self.oracle.queue_starts(RunState() if place.checkpoint is None else self._newest_state())
         kind, _ = self.fault("disk/open")
         if kind == "bits flip":
@@ -165,7 +165,7 @@ class World:
         return Observed(queue), journal, restored
 
     async def read_content(self, place: ContentPlace, restored: Restored) -> StoredContent:
-        """Content that a restart continues, which the oracle sees when it is complete."""
+        """Content that a restart continues; the oracle sees it when it is complete."""
         stored = await group_contents.read_content(place, restored)
         if not stored.incomplete:
             assert self._queue is not None
@@ -183,7 +183,7 @@ class World:
         return stored
 
     async def open_writer(self, *args: Any, **options: Any) -> ContentWriter:
-        """A writer of which the oracle sees each stored record."""
+        """A writer; the oracle sees each record that it stores."""
         writer = await ContentWriter.open(*args, **options)
         append = writer.append
 
@@ -220,7 +220,7 @@ class World:
     # ---- from start to end
 
     def run_to_end(self) -> None:
-        """Run, and run again as often as something broke that was to break; a standstill is a violation."""
+        """Run, and restart as often as something broke that was to break; a standstill is a violation."""
         try:
             with installed(self), asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._live())

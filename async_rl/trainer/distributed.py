@@ -36,9 +36,9 @@ class ProcessGroups:
     Attributes:
         device: GPU or CPU of this rank.
         coordinates: position in the groups that split rows.
-        data_rank: rank in the data-parallel group, which determines the sequences.
+        data_rank: rank in the data-parallel group; it determines the sequences.
         saving: group of all ranks for the thread that writes checkpoints; all others are for the thread that trains.
-        is_last_stage: whether this rank has the last pipeline stage, which computes logits.
+        is_last_stage: whether this rank has the last pipeline stage and computes logits.
 
     Raises:
         RuntimeError: the process already has another layout, or `world_size` differs from the config.

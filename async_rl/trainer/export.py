@@ -145,12 +145,12 @@ def export_direct(
     servers: Sequence[str],
     backend: Backend,
 ) -> WeightUpdate | None:
-    """As `export_update`, into the memory of each rank, from which engines receive it.
+    """As `export_update`, into the memory of each rank; engines receive it from there.
 
     Args:
-        snapshots: of this rank.
+        snapshots: buckets of this rank.
         servers: address of the server of each rank, by rank.
-        backend: of the groups that engines form with them.
+        backend: communication backend of the groups that engines form with them.
     """
     snapshots.discard(keep_version=keep_version)
     parts = _write_buckets(source, lambda _, tensors: digest_of(tensors), copy=partial(snapshots.start, version))
@@ -178,7 +178,7 @@ def _write_buckets(
     Args:
         source: weights of all ranks.
         write: takes number and tensors of a bucket, and returns their digest.
-        copy: starts to copy a bucket to the host, and returns the copy, which is written; None writes the tensors.
+        copy: starts to copy a bucket to the host, and returns the copy to write; None writes the tensors.
     """
     mine: dict[int, WeightsDigest] = {}
     with ThreadPoolExecutor(1) as writer:
@@ -211,7 +211,7 @@ def _sources(servers: Sequence[str], parts: Sequence[Mapping[int, WeightsDigest]
 
 
 def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None:
-    """Write a Hugging Face checkpoint on rank 0, to which the other ranks send their buckets; see `save_pretrained`.
+    """Write a Hugging Face checkpoint on rank 0; the other ranks send it their buckets. See `save_pretrained`.
 
     Raises:
         OSError: the disk has no free space or `folder` is not writable.
@@ -244,5 +244,5 @@ def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start
 
 
 def adapter_folder(folder: Path) -> Path:
-    """The folder of the adapters beside a folder of merged weights: `final` -> `final-adapter`."""
+    """The folder of the adapters next to a folder of merged weights: `final` -> `final-adapter`."""
     return folder.with_name(f"{folder.name}-adapter")

@@ -143,7 +143,7 @@ class ForwardBackward:
 
 
 def activations_on_host() -> contextlib.AbstractContextManager[Any]:
-    """The backward pass of what is computed inside takes all tensors but parameters from copies in host memory.
+    """The backward pass of computations inside takes all tensors but parameters from copies in host memory.
 
     The copies of a GPU are pinned, and queued among its kernels.
     """

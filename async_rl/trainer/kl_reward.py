@@ -24,14 +24,14 @@ def penalise_rewards(
 ) -> tuple[BatchPlan, dict[str, float]]:
     """Replace the advantages of a batch and of its micro-batches by those with a KL penalty. Collective.
 
-    The ranks gather the KL of all tokens in the loss, so that each of them computes the same advantages, in every
+    The ranks gather the KL of all tokens in the loss, so that each computes the same advantages, in every
     parallel layout.
 
     Args:
-        plan: of the batch, whose updates have all its sequences.
+        plan: batch and updates; the updates have all sequences of the batch.
         planned: the updates and their micro-batches on this rank, with reference and proximal logprobs.
         coefficient: factor of the KL.
-        passes: of this rank.
+        passes: forward and backward passes of this rank.
 
     Returns:
         The plan with the new advantages, and the metrics `kl/proximal` and `kl/penalty`.

@@ -1,4 +1,4 @@
-"""Plans which rank trains which sequences of a batch, in which update and micro-batch, and with which loss weights.
+"""Plans the rank, update, micro-batch and loss weights of each sequence of a batch.
 
 The driver plans once from the lengths in the whole batch and sends the plan to all ranks. The ranks then agree on
 weights, counts and micro-batches without seeing each other's tokens. This module must not import megatron.
@@ -49,7 +49,7 @@ class UpdatePlan:
     def loss_tokens_in_batch(self, batch: TrainingBatch) -> Int64Array:
         """int64 [num_loss_tokens], number in the loss of the whole batch of each token in the loss of the update.
 
-        Sequences of (2, 3, 1) tokens in the loss, of which the update has the first and the last: (0, 1, 5).
+        Sequences of (2, 3, 1) tokens in the loss; the update has the first and the last: (0, 1, 5).
         """
         own = self.sequences
         first = batch.num_loss_tokens.cumsum() - batch.num_loss_tokens
@@ -127,7 +127,7 @@ class Planner:
         """Plan an update on the sequences `forwarded` [S]; None if there are none.
 
         If the loss weights whole trajectories, all sequences of a trajectory (resume_routing=split, forks) are in one
-        micro-batch, which may then exceed trainer.micro_batch_tokens.
+        micro-batch; it may then exceed trainer.micro_batch_tokens.
 
         Args:
             batch: S sequences.
@@ -161,7 +161,7 @@ class Planner:
         )
 
     def _micro_batches(self, batch: TrainingBatch, units: Sequence[list[int]]) -> Plan:
-        """Plan micro-batches of units, which are lists of sequences that stay together."""
+        """Plan micro-batches of units: lists of sequences that stay together."""
         config = self._config
         plan = plan_micro_batches(
             [int(batch.lengths[unit].sum()) for unit in units],

@@ -1,4 +1,4 @@
-"""One trainer process, which has a part of the model and trains it on batches."""
+"""One trainer process: it has a part of the model and trains it on batches."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TrainerRank:
         optimizer: optimizer and learning-rate schedule.
         loss: the policy loss.
         checkpoint: Hugging Face folder with config and initial weights.
-        rank: of this process.
+        rank: number of this process.
         world_size: number of ranks.
         rendezvous: host:port of the store of the ranks; None for a single rank.
         delta: publish most versions as changes of the version before; takes the memory of the weights that a rank owns.
@@ -148,7 +148,7 @@ class TrainerRank:
 
     @property
     def data_rank(self) -> int:
-        """Rank in the data-parallel group, which determines the sequences of this rank."""
+        """Rank in the data-parallel group; it determines the sequences of this rank."""
         return self._groups.data_rank
 
     @property
@@ -317,7 +317,7 @@ class TrainerRank:
     def save_pretrained(self, folder: Path, *, like: Path) -> None:
         """Write the current weights as a Hugging Face checkpoint; see `async_rl.weights.pretrained.save_pretrained`.
 
-        With LoRA these are the merged weights, and the adapters alone are written beside them, into `folder`-adapter.
+        With LoRA these are the merged weights, and the adapters alone are written next to them, into `folder`-adapter.
         """
         export_pretrained(self._source, folder, like=like)
         if self._config.lora.rank:

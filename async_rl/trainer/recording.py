@@ -1,6 +1,6 @@
 """Rollouts of a batch with the values that the trainer used, written to disk by a thread of rank 0.
 
-One row per trajectory, and one for each other path with sampled tokens of its own (`Trajectory.fork`). Columns:
+One row per trajectory, and one for each other path with its own sampled tokens (`Trajectory.fork`). Columns:
 
     train_step, mini_batch          of the batch: its last step; optimizer step of the batch, from 0
     group, trajectory, prompt_index id of the group, number in the group, index of the prompt
@@ -17,7 +17,7 @@ One row per trajectory, and one for each other path with sampled tokens of its o
     effect                          `trained`; the filters that changed its weight, as `clip` or `clip+mask`;
                                     `too_old` (staleness.policy=mask); `no_spread` (the rewards of the agent were equal
                                     in the group); `untrained` (the agent is not trained)
-    routed_experts                  [T, moe_layers, top_k], the experts to which the engine routed each token, or -1 if
+    routed_experts                  [T, moe_layers, top_k], the experts that the engine chose for each token, or -1 if
                                     the engine gave none for it (always for the last token); null for trajectories that
                                     exceed rollout.record.routing_bytes. No column if the run captures no routing. The
                                     key `moe_layers` of the schema's metadata has the numbers of the layers
@@ -29,7 +29,7 @@ gradient_share of token i is |dL / d logprob_i| / sum over j of |dL / d logprob_
 step, policy and KL term, and j runs over all tokens of the step, recorded or not. A clipped or masked token has 0. The
 entropy term is left out, because it depends on the whole distribution and not on the logprob of the token. Two tokens
 with equal shares may still move the weights by different amounts: the derivative of the logprob by the weights is not
-part of it. Example: token_mean over 4 tokens with advantages (1, 1, -1, -1), ratios (1, 1.2, 1, 0.5) and the last one
+included. Example: token_mean over 4 tokens with advantages (1, 1, -1, -1), ratios (1, 1.2, 1, 0.5) and the last one
 clipped: the derivatives are (-0.25, -0.3, 0.25, 0) and the shares (0.3125, 0.375, 0.3125, 0).
 """
 
@@ -113,8 +113,8 @@ def recorded_values(
     """Values of the tokens in the loss of the recorded groups, from all ranks. Collective.
 
     Args:
-        plan: of the batch, with recorded groups.
-        planned: its updates and their micro-batches on this rank, after the train step.
+        plan: batch with recorded groups, and its updates.
+        planned: these updates and their micro-batches on this rank, after the train step.
         counted: whether the tokens of this rank count; see `ForwardBackward.counts_tokens`.
         sum_over_ranks: sums a float64 vector in place; called at most once.
     """
@@ -175,7 +175,7 @@ class RolloutRecorder:
     Args:
         directory: folder of the files.
         config: bounds on the files.
-        tokenizer: of the model; only `decode` is used.
+        tokenizer: the model's tokenizer; only `decode` is used.
     """
 
     def __init__(self, directory: Path, *, config: RecordConfig, tokenizer: Any) -> None:
@@ -242,7 +242,7 @@ def rollout_table(
     Args:
         batch: with the content of its recorded groups.
         values: see `recorded_values`.
-        tokenizer: of the model; only `decode` is used.
+        tokenizer: the model's tokenizer; only `decode` is used.
         moe_layers: global numbers of the MoE layers, from 0.
         routing_bytes: see `RecordConfig`.
     """
@@ -306,7 +306,7 @@ def _routing_column(sequences: Sequence[TrainingSequence | None], *, bytes_left:
     """Column of the routing rows of each trajectory, null for those that exceed the bound; None if there are no rows.
 
     Args:
-        sequences: last training sequence of each path, which has all its tokens; None for a failed rollout.
+        sequences: last training sequence of each path, with all its tokens; None for a failed rollout.
         bytes_left: bound on the rows of all trajectories.
     """
     shape = next((s.rows.shape[1:] for s in sequences if s is not None and s.rows is not None), None)

@@ -31,7 +31,7 @@ agreeing  recorded experts that the live router would also choose
 replayed  recorded experts
 refused   recorded experts that `replay_threshold` left out
 mass      probability of the recorded experts in the live router, summed over replayed rows
-fallback  rows for which the live router chose
+fallback  rows routed by the live router
 rows      all rows
 """
 
@@ -69,7 +69,7 @@ class LayerReplay:
     """Implements megatron's hook `TopKRouter.router_replay` for one layer.
 
     Args:
-        router: megatron's router, which calls the hook.
+        router: megatron's router; it calls the hook.
         layer: global number, from 0.
         threshold: see `keep_likely`; 0 replays all recorded experts.
     """
@@ -119,7 +119,7 @@ class LayerReplay:
         return scores.gather(1, experts), experts
 
     def _probabilities(self, scores: Tensor) -> Tensor:
-        """Router probabilities [rows, experts], which sum to 1, without the correction bias."""
+        """Router probabilities [rows, experts] with the sum 1 per row, without the correction bias."""
         router = self._router
         if router.score_function == "sigmoid":
             own = scores if router.expert_bias is None else scores - router.expert_bias

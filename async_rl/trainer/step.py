@@ -72,13 +72,13 @@ class MicroBatch:
     """Whether the rows of this rank include padding."""
 
     def forward(self, model: Any, *, at: Coordinates) -> Tensor:
-        """Run the forward pass: hidden states [1, t, H], which on the last stage are the input of the output layer."""
+        """Run the forward pass: hidden states [1, t, H]; on the last stage they are the input of the output layer."""
         return model(
             self.token_ids, None, None, packed_seq_params=self.context, padding_mask=self._padding_mask(model, at)
         )
 
     def _padding_mask(self, model: Any, at: Coordinates) -> Tensor | None:
-        """Mask bool [1, rows], True for padding, which the load-balance loss must not count.
+        """Mask bool [1, rows], True for padding; the load-balance loss must not count it.
 
         With a mask, megatron weights that loss by the tokens of all tensor and context ranks; without a mask, by the
         tokens of this rank. Therefore the mask is None only for a single rank without padding. The first pipeline stage
@@ -224,7 +224,7 @@ class MicroBatchBuilder:
         """Kept tokens at the tokens in the loss.
 
         Args:
-            sequences: of the micro-batch.
+            sequences: all sequences of the micro-batch.
             tokens: int64 [n], numbers of the tokens in the loss among all tokens of the micro-batch.
             targets: int64 [n], ids of the tokens in the loss.
 
@@ -271,11 +271,11 @@ class MicroBatches:
     """The micro-batches of an update on one rank. A micro-batch is built when a pass needs it, and not kept.
 
     Args:
-        builder: of the update.
+        builder: the update's builder of micro-batches.
         sequences: numbers of the sequences of each micro-batch.
 
     Attributes:
-        results: of each micro-batch.
+        results: one object per micro-batch.
     """
 
     def __init__(self, builder: MicroBatchBuilder, sequences: Sequence[Sequence[int]]) -> None:
@@ -311,7 +311,7 @@ class Objective:
     loss: LossConfig
     """The policy loss."""
     layer: OutputLayer | None
-    """The output layer; None before the last pipeline stage, which does not compute the objective."""
+    """The output layer; None before the last pipeline stage, the only one that computes the objective."""
     context_group: Any = None
     """Ranks with other tokens of the same trajectories; None for a single rank."""
     surrogate: Surrogate | None = None

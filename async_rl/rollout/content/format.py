@@ -25,7 +25,7 @@ from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 FORMAT = 4  # 3 had no agents
-APPLICATION_ID = 0x41524C43  # "ARLC", which the header of the index holds
+APPLICATION_ID = 0x41524C43  # "ARLC", in the header of the index
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
     group_id INTEGER NOT NULL,

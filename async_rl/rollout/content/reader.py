@@ -10,7 +10,7 @@ still wrote when worker b had started:
     read                   at 0               at 20                   at 27
 
 Records of a path replace those of the same path only. A fork whose shared tokens are replaced is gone with its records
-and its own forks, and its number may be used again: a record that starts a path replaces all earlier ones of its
+and its own forks, and its number may be reused: a record that starts a path replaces all earlier ones of its
 number. A record at 0 of path 0 starts the rollout over and replaces all paths. The end of a trajectory names its forks
 and their lengths, and what an earlier hand-out wrote beyond them is gone too:
 
@@ -63,10 +63,10 @@ def read_groups(
 
     Args:
         groups: by id.
-        trajectories: of each group at least; more if more were written.
+        trajectories: least number per group; more if more were written.
 
     Returns:
-        Group id -> group, in which trajectories without a record are empty; and texts about damage, each with its file.
+        Group id -> group, whose trajectories without a record are empty; and texts about damage, each with its file.
 
     Raises:
         JournalFormatError: a file of another format.
@@ -110,10 +110,10 @@ def read_groups(
 
 
 def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[str]) -> None:
-    """Remove data files in which no live group has a record, and the index of a writer that has no file any more.
+    """Remove data files without a record of a live group, and the index of a writer that has no file any more.
 
     Args:
-        live: groups that may be read again.
+        live: groups that may still be read.
         keep: names of the writers that are open; their files stay.
 
     Raises:
@@ -136,7 +136,7 @@ def remove_settled(directory: Path, live: Collection[int], *, keep: Collection[s
         files = [file for file in directory.iterdir() if names.fullmatch(file.name)]
         settled = [file for file in files if file not in needed]
         if not needed:
-            settled += [path.with_name(f"{path.name}-journal"), path]  # the index last: it says which files there are
+            settled += [path.with_name(f"{path.name}-journal"), path]  # the index last: it lists the files
         for file in settled:
             with disk_errors("remove", file):
                 file.unlink(missing_ok=True)

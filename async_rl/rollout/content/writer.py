@@ -1,8 +1,8 @@
-"""Content that rollouts append, written to disk by the process in which it is made.
+"""Content that rollouts append, written to disk by the process that makes it.
 
     append(records) ──> one thread: arrays to <name>-000001.data, then one transaction in <name>.sqlite
 
-Each writer has files of its own; `reader` reads those of all writers. A record exists once its transaction
+Each writer has separate files; `reader` reads those of all writers. A record exists once its transaction
 is committed. Bytes at the end of a data file that no row of the index names are left over by a kill, and the next write
 of a living writer replaces them. A kill of the process costs no record whose `append` has returned; with `fsync` a loss
 of power costs none either. Data files only grow, and a file is removed once all its groups are forgotten.
@@ -33,7 +33,7 @@ from async_rl.rollout.content.records import RolloutRecord
 from message_queue.errors import JournalBroken, JournalBusy, JournalError
 from message_queue.sqlite_file import connect, disk_errors, stamp
 
-FILE_BYTES = 64 << 20  # of a data file, after which a new one is started
+FILE_BYTES = 64 << 20  # of a data file; then a new one is started
 MAX_PARTS = 1024  # buffers in one call to the operating system (IOV_MAX of Linux)
 
 
@@ -77,7 +77,7 @@ class ContentWriter:
         Records that arrive while the disk works travel together in the next write. Arrays must not change any more.
 
         Raises:
-            JournalUnwritable: none of the records is written; the call can be made again.
+            JournalUnwritable: none of the records is written; the call can be repeated.
             JournalError: the disk failed, or the writer was closed.
         """
         self._waiting += records
@@ -95,7 +95,7 @@ class ContentWriter:
         await self._after_waiting(partial(self._forget, frozenset(groups)))
 
     async def close(self) -> None:
-        """Write what waits and close the files, which stay. Idempotent."""
+        """Write what waits and close the files, without removing them. Idempotent."""
         await self._after_waiting(self.release)
 
     def release(self) -> None:

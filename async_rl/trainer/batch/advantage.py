@@ -1,9 +1,9 @@
 """Advantages: the reward of a trajectory relative to its prompt group or to the batch.
 
-If several agents of a program are trained, the part of a rollout that one agent sampled is a trajectory of its own here
+If several agents of a program are trained, the part of a rollout that one agent sampled is a separate trajectory here
 and has the reward of that agent. Its advantage is relative to the same agent in the other rollouts.
 
-The driver computes them from heads. If the KL is a part of the reward, the trainer ranks compute them again, because
+The driver computes them from heads. If the KL is a part of the reward, the trainer ranks recompute them, because
 only the trainer knows the KL of a token (`BatchRewards.with_kl`).
 """
 
@@ -85,7 +85,7 @@ class TokenAdvantages:
 class BatchRewards:
     """Rewards of the S trajectories of a batch that did not fail, in order, and how they become advantages.
 
-    Two rollouts of a prompt, in which a planner has the rewards 1 and 0 and a critic 0.5 in the second only:
+    Two rollouts of a prompt. A planner has the rewards 1 and 0, and a critic 0.5 in the second only:
 
         values (1, 0, 0.5)    groups (0, 0, 1)    agents (1, 1, 0)
     """

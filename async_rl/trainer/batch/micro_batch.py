@@ -57,7 +57,7 @@ class AttentionBucket:
 class PackedRows:
     """Rows of one micro-batch: t on this rank, t * context on all context-parallel ranks.
 
-    Sequences of 3 and 2 tokens with tensor=4, which pads the 5 rows to 8 with a third sequence:
+    Sequences of 3 and 2 tokens; tensor=4 pads the 5 rows to 8 with a third sequence:
 
         index        0  1  2  3  4 -1 -1 -1     positions    0  1  2  0  1  0  1  2
         next_index   1  2 -1  4 -1 -1 -1 -1     segments     0  0  0  1  1  2  2  2
@@ -82,7 +82,7 @@ class PackedRows:
     positions: Tensor
     """int64 [t], position in the sequence."""
     segments: Tensor
-    """int64 [t], number of the sequence in the micro-batch; padding at the end is a sequence of its own."""
+    """int64 [t], number of the sequence in the micro-batch; padding at the end is a separate sequence."""
     buckets: tuple[AttentionBucket, ...]
     """Attention works on slots, grouped into buckets. Sequences of similar length are padded to one width without
     context parallelism; with it, consecutive sequences of the same length are a bucket."""
@@ -162,7 +162,7 @@ def _lay_end_to_end(lengths: Sequence[int], *, at: Coordinates, packing: bool) -
         padded = torch.full_like(padded, int(padded.max()))
     rows, whole = int(padded.sum()), at.tensor * at.context * (2 if at.context > 1 else 1)
     tail = -rows % whole if rows else whole
-    if tail:  # a sequence of its own, so that each padding row has a slot and attends to padding only
+    if tail:  # a separate sequence, so that each padding row has a slot and attends to padding only
         real, padded = torch.cat([real, real.new_zeros(1)]), torch.cat([padded, padded.new_full((1,), tail)])
     segments = torch.repeat_interleave(torch.arange(len(padded)), padded)
     return real, padded, segments, torch.arange(len(segments)) - (padded.cumsum(0) - padded)[segments]

@@ -27,7 +27,7 @@ def replayed_rows(
     The second result is (False, False, True, False, True): token (0, 2) and the padding use the live router.
 
     Args:
-        sequences: number in the batch, which errors name -> sequence.
+        sequences: number in the batch -> sequence; errors name the number.
         of: int64 [r], ascending, the sequence of each token as an index into `sequences`.
         positions: int64 [r], position in that sequence; a position past its end is padding.
         routing: layers, expert count and top-k K of the recorded rows.

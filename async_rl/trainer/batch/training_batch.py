@@ -215,7 +215,7 @@ def training_batch(
     Args:
         heads: [G].
         contents: [G], content of each group or a reference to it.
-        advantages: of the trajectories that did not fail, in the order of `batch_rewards`.
+        advantages: one per trajectory that did not fail, in the order of `batch_rewards`.
         current_update, version_updates, min_update, retained_kv, temperature: see TrainingBatch.
         mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
         rewards: see TrainingBatch.

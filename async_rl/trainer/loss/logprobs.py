@@ -1,6 +1,6 @@
 """Logprobs of given tokens and entropies, from hidden states and an output layer that is split over tensor ranks.
 
-The logits of a part of the rows exist at a time. The backward pass computes them again, so that the peak memory does
+The logits of a part of the rows exist at a time. The backward pass recomputes them, so that the peak memory does
 not depend on the number of tokens. The distribution is over the whole vocabulary, or over the tokens that the sampler
 kept (top-p, top-k, min-p), whose logits alone are gathered, so that no mask over the vocabulary is needed.
 """
@@ -24,7 +24,7 @@ ELEMENTS_AT_ONCE = 1 << 23  # 32 MiB in float32
 class OutputLayer:
     """The output layer on this rank.
 
-    A vocabulary of 9 on 2 tensor-parallel ranks is padded to 10. Rank 1 has 5 rows of the weight, of which the first 4
+    A vocabulary of 9 on 2 tensor-parallel ranks is padded to 10. Rank 1 has 5 rows of the weight, and the first 4
     are the ids 5 to 8.
     """
 

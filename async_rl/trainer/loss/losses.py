@@ -97,7 +97,7 @@ class Surrogate:
 
 @bounded("loss")
 class PolicyLoss(ABC):
-    """Base of the objectives, with the fields that apply to all of them.
+    """Base of the objectives, with the fields that apply to all.
 
     Raises:
         ValueError: a value is out of range or has no effect; the message names the field.
@@ -124,7 +124,7 @@ class PolicyLoss(ABC):
     kl_weight_cap: Annotated[float, Gt(0)] = 2.0
     """Upper bound on the importance weight of the KL term; see `kl_term`."""
     entropy_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Factor of the entropy, which is subtracted from the loss."""
+    """Factor of the entropy that is subtracted from the loss."""
 
     def __post_init__(self) -> None:
         if (self.aggregation == "fixed_length") != (self.fixed_length is not None):
@@ -186,7 +186,7 @@ class ClippedLoss(PolicyLoss):
     clip_high: Annotated[float, Gt(0)] = 0.28
     """Ratios above 1 + clip_high are clipped."""
     dual_clip: float | None = None
-    """Upper bound on the ratio of tokens with negative advantage, which PPO does not bound; None for no bound. Ye et
+    """Upper bound on the ratio of tokens with negative advantage. PPO has no such bound; None for none. Ye et
     al. 2020, arXiv 1912.09729."""
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class PPOClip(ClippedLoss):
 @bounded("loss")
 class DecoupledPPO(ClippedLoss):
     """min(proximal / behaviour, cap) min(r' A, clip(r') A), r' = current / proximal. Hilton et al. 2022, arXiv
-    2110.00641, without the cap, which is from `TIS`.
+    2110.00641, without the cap; the cap is from `TIS`.
 
     AReaL (arXiv 2505.24298) drops the tokens above its cap; use `IcePop` with mask_low=0 and mask_high=cap for that.
     """
@@ -387,7 +387,7 @@ class SequenceMIS(PolicyLoss):
 @bounded("loss")
 class SequenceMask(ClippedLoss):
     """M min(r A, clip(r) A), M = 0 if A < 0 and the mean of log(behaviour / current) over the trajectory exceeds
-    max_sequence_drift. DeepSeek-V3.2, arXiv 2512.02556, which also uses the engine's policy as the old policy.
+    max_sequence_drift. DeepSeek-V3.2 (arXiv 2512.02556) also uses the engine's policy as the old policy.
     """
 
     name: Literal["sequence_mask"] = "sequence_mask"

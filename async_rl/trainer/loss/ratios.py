@@ -97,7 +97,7 @@ class Ratio:
 
     @property
     def geometric(self) -> Ratio:
-        """The geometric mean over the trajectory, which does not grow or vanish with its length."""
+        """The geometric mean over the trajectory; it does not grow or vanish with the length."""
         return replace(self, level="geometric")
 
     def log(self, logprobs: TokenLogprobs, trajectories: Trajectories | None) -> Tensor:
@@ -153,11 +153,11 @@ class Weight:
     filter: FilterName | None
     """Name of the metric that counts changed tokens; None for a weight without bounds."""
     positive: Interval = ANY
-    """Interval in which the ratio is unchanged if the advantage is >= 0."""
+    """Interval of unchanged ratios if the advantage is >= 0."""
     negative: Interval = ANY
-    """Interval in which the ratio is unchanged if the advantage is < 0."""
+    """Interval of unchanged ratios if the advantage is < 0."""
     outside: Literal["edge", "zero"] = "edge"
-    """Weight outside the interval: its nearest edge, or zero, which drops the token."""
+    """Weight outside the interval: its nearest edge, or zero to drop the token."""
     inside: Literal["ratio", "one"] = "ratio"
     """Weight inside the interval: the ratio, or one for a weight that only keeps or drops."""
     gradient: bool = False
@@ -235,7 +235,7 @@ def second_moment_bound(log_ratios: Tensor, *, limit: float) -> float:
     if all tokens are kept. Log ratios (0.1, -0.5, 0.2) with limit=0.04: the squares are 0.01, 0.04 and 0.25, the first
     two have the mean 0.025, and the bound is (0.2 + 0.5) / 2 = 0.35.
 
-    Zheng et al. 2025, "Prosperity before Collapse" (M2PO), arXiv 2510.01161, algorithm 1, which removes the largest
+    Zheng et al. 2025, "Prosperity before Collapse" (M2PO), arXiv 2510.01161, algorithm 1: it removes the largest
     until the mean is low enough.
 
     Args:

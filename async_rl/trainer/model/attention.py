@@ -1,8 +1,8 @@
 """Attention and norm modules for megatron's local spec, whose own refuse packed, context and sequence parallelism.
 
 The forward pass sees rows: the concatenated tokens of several sequences, with batch dimension 1. Positions and
-sequences of the rows travel as megatron's `packed_seq_params`, which is passed to every layer, also when activations
-are recomputed. Attention applies the rotary embedding itself, because it depends on these positions.
+sequences of the rows travel as megatron's `packed_seq_params`. Every layer gets it, also when activations are
+recomputed. Attention applies the rotary embedding itself, because it depends on these positions.
 """
 
 from __future__ import annotations

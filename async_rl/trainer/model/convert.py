@@ -132,7 +132,7 @@ class Split:
         """Split of whole key-value heads, and that of one head with its query heads if several ranks share it.
 
         With 2 key-value heads and 4 query heads, the rows of qkv are q0 q1 k0 v0 q2 q3 k1 v1. On 4 ranks, rank 0 has
-        q0 q1, rank 1 has k0 v0, rank 2 has q2 q3 and rank 3 has k1 v1: rank 3 has part 1 of 2, and of it part 1 of 2.
+        q0 q1, rank 1 has k0 v0, rank 2 has q2 q3 and rank 3 has k1 v1: rank 3 has part 1 of 2 within part 1 of 2.
         """
         if self.size <= query_groups:
             return self, None
@@ -207,7 +207,7 @@ def exported_value(weight: Tensor) -> Tensor:
 
 
 def split_of(name: str, parameter: Tensor) -> Split | None:
-    """The group over which a parameter is split; None if every rank has the complete parameter."""
+    """The group that splits a parameter; None if every rank has the complete parameter."""
     split = Split.expert_tensor() if is_expert(name) else Split.tensor()
     return split if split.size > 1 and getattr(parameter, "partition_dim", -1) >= 0 else None
 

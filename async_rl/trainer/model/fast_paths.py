@@ -45,7 +45,7 @@ def fast_paths(config: TrainerConfig, *, platform: Platform, swiglu: bool) -> Fa
 
     Args:
         config: layout.
-        platform: of the rank.
+        platform: hardware and kernels of the rank.
         swiglu: whether the MLPs of the model are SwiGLU without biases.
     """
     parallel = config.parallel

@@ -61,7 +61,7 @@ class BuiltModel:
     def output_layer(self, *, float32: bool) -> OutputLayer | None:
         """The output layer; None before the last pipeline stage.
 
-        bfloat16 rounds a logit of 16 by up to 0.06, which is then the error of a logprob (MiniMax-M1, arXiv
+        bfloat16 rounds a logit of 16 by up to 0.06, and a logprob then has this error (MiniMax-M1, arXiv
         2506.13585).
 
         Args:

@@ -18,7 +18,7 @@ from async_rl.trainer.model.attention import RowContext, rotate
 
 
 class WholeLinear(torch.nn.Linear):
-    """A linear layer that is replicated on tensor-parallel ranks, each of which applies it to its own rows."""
+    """A linear layer that is replicated on tensor-parallel ranks; each applies it to its own rows."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any) -> None:
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype)
@@ -65,7 +65,7 @@ class LatentAttention(Attention):
         )
 
     def _heads(self, linear: Any, inputs: int, outputs: int) -> Any:
-        """A projection to heads, which are split over tensor-parallel ranks; it gathers the rows of all ranks."""
+        """A projection to heads that are split over tensor-parallel ranks; it gathers the rows of all ranks."""
         return linear(
             inputs,
             outputs,

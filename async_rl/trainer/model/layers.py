@@ -76,7 +76,7 @@ def layer_specs(
     Args:
         config: megatron's config.
         stage: virtual pipeline stage; None without a virtual pipeline.
-        transformer_engine: which of the two specs.
+        transformer_engine: whether the spec is that of Transformer Engine, not the local one.
         norms_all_heads: see Family.
     """
     described = copy(config)

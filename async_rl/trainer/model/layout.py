@@ -65,7 +65,7 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
 
 
 def _head_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
-    """Tensor-parallel sizes that do not suit the attention heads, beside those that do not divide them."""
+    """Tensor-parallel sizes that do not suit the attention heads, besides those that do not divide them."""
     tensor, groups = config.parallel.tensor, shape.megatron["num_query_groups"]
     if groups % tensor and tensor % groups:
         yield (

@@ -5,10 +5,10 @@ low-rank path to its output:
 
 - The engines serve the merged weight. The trainer uses the same numbers, also in bfloat16, so that a ratio of trainer
   and engine compares the same distribution.
-- The gradients of A and B follow from the gradient of the merged weight, which megatron computes in every parallel
+- The gradients of A and B follow from the gradient that megatron computes for the merged weight in every parallel
   layout. Only their sum over the ranks that split the weight is added here.
 
-Merging multiplies rank x the size of the weight in the forward and again in the backward pass of a micro-batch: a share
+Merging multiplies rank x the size of the weight in the forward and also in the backward pass of a micro-batch: a share
 of rank / tokens of the layer's own multiplications. The merged weight and its gradient exist for one layer at a time.
 """
 
@@ -46,12 +46,12 @@ class Adapter(nn.Module):
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Adapters of one linear layer, which has one or several projections (q, k and v; gate and up).
+    """Adapters of one linear layer with one or several projections (q, k and v; gate and up).
 
     Args:
         adapters: Hugging Face name of a projection -> its adapter.
         names: tensors of the checkpoint that form the weight of the layer, or of its first expert.
-        outputs: rows of each of these tensors on this rank.
+        outputs: rows of each such tensor on this rank.
         query_groups: number of key-value heads on this rank.
         scale: factor of B A.
         split: ranks with parts of the weight, or of its rows of tokens.
@@ -106,8 +106,8 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
     Args:
         chunks: model chunks of this rank.
         config: rank, scale and layers.
-        shape: of the model.
-        seed: of the initial values, which are the same in every parallel layout.
+        shape: properties of the model.
+        seed: number that fixes the initial values; they are the same in every parallel layout.
     """
     layers: dict[int, Any] = {
         id(module.weight): module
@@ -216,7 +216,7 @@ def _require_gradient(_module: object, _inputs: object, output: Tensor) -> None:
 
 
 class _Merged(NamedTuple):
-    """Stands for a tensor in the memory of the merged weight, which the backward pass merges again."""
+    """Stands for a tensor in the memory of the merged weight; the backward pass repeats the merge."""
 
     size: torch.Size
     """Of the tensor."""
@@ -227,7 +227,7 @@ class _Merged(NamedTuple):
 
 
 def _merging(multiply: Callable[..., Tensor], adapters: LayerAdapters) -> Callable[..., Tensor]:
-    """The product of a layer with its merged weight, which is not kept until the backward pass."""
+    """The product of a layer with its merged weight; that weight is not kept until the backward pass."""
 
     def merged(*, input: Tensor, weight: Tensor, **settings: Any) -> Tensor:
         whole = adapters.merge(weight)

@@ -141,8 +141,8 @@ class TrainerConfig:
     """Activations that the backward pass recomputes: none, those of parts of each layer (selective), or of whole layers
     (full)."""
     recompute_modules: list[RecomputeModule] = field(default_factory=lambda: ["core_attn"])
-    """Parts that `selective` recomputes: core_attn is the attention between its projections, of which fused kernels
-    keep little; mlp is that of dense layers; moe is the router with all experts; moe_act is the activation between the
+    """Parts that `selective` recomputes: core_attn is the attention between its projections (fused kernels keep
+    little); mlp is that of dense layers; moe is the router with all experts; moe_act is the activation between the
     two matrices of the experts."""
     offload_activations: bool = False
     """With `recompute=full`: the inputs of the layers wait in pinned host memory for the backward pass."""
@@ -228,9 +228,9 @@ def rank_environment(config: TrainerConfig) -> dict[str, str]:
     """Environment variables that must be set when the process of a rank starts."""
     variables = {
         "OMP_NUM_THREADS": str(config.threads or 1),  # torch's threads are set in the process
-        "GOMP_SPINCOUNT": "5000",  # an idle thread soon leaves its core to an engine beside it; default: 300,000
+        "GOMP_SPINCOUNT": "5000",  # an idle thread soon leaves its core to an engine next to it; default: 300,000
     }
     if max(config.parallel.tensor, config.parallel.context) > 1:
-        # A GPU then starts kernels in the order of their launch, which megatron needs so that exchanges overlap.
+        # A GPU then starts kernels in the order of their launch; megatron needs this so that exchanges overlap.
         variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables

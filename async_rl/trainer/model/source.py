@@ -55,9 +55,9 @@ class WeightSource:
 
     Args:
         chunks: model chunks of this rank.
-        shape: of the model.
+        shape: properties of the model.
         adapters: send the matrices of LoRA adapters under their names in PEFT, not the weights.
-        bucket_bytes: bound on a bucket. An owner holds one bucket at a time beside what its caller keeps.
+        bucket_bytes: bound on a bucket. An owner holds one bucket at a time besides what its caller keeps.
 
     Attributes:
         plan: the buckets, equal on all ranks.
@@ -101,7 +101,7 @@ class WeightSource:
 
     @torch.no_grad()
     def on_first_rank(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, complete tensor) of all buckets on rank 0, which receives them one by one.
+        """Yield (Hugging Face name, complete tensor) of all buckets on rank 0; it receives them one by one.
 
         On other ranks nothing is yielded; iterating sends the buckets that they own. Tensors are as in `buckets`.
         """
@@ -139,7 +139,7 @@ class WeightSource:
         return split_names(parameter.kind, whole, self._config)
 
     def _whole(self, parameter: _Parameter) -> Tensor | None:
-        """The complete parameter on its owner, None on the other ranks that have a part of it."""
+        """The complete parameter on its owner, None on the other ranks with a part."""
         parts = [self._glued(parameter, parameter.weights[number]) for number in sorted(parameter.weights)]
         if parameter.kind not in STACKED:
             return parts[0]
@@ -170,7 +170,7 @@ def _parameters(
     Args:
         local: (name in the local spec, parameter) of this rank.
         names_of: returns the Hugging Face names for a name.
-        shape: of the model.
+        shape: properties of the model.
     """
     first = {
         False: parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0,

@@ -74,7 +74,7 @@ def copy_state(directory: Path, state: dict[str, Any], *, ranks: ProcessGroups) 
 
 
 def write_state(directory: Path, shards: CopiedShards, *, manifest: Manifest, ranks: ProcessGroups) -> None:
-    """Write checkpoint `directory`, which appears when all files are on disk. Collective in `ranks.saving`.
+    """Write checkpoint `directory`. It appears when all files are on disk. Collective in `ranks.saving`.
 
     Raises:
         OSError: the disk has no free space or is not writable; raised on all ranks. An existing checkpoint is
@@ -176,8 +176,8 @@ def fields_of(shape: ModelShape, *, config: TrainerConfig, start: Path) -> dict[
     """`Manifest.model` of a model; equal to its JSON round trip.
 
     Args:
-        shape: of the model.
-        config: of the trainer.
+        shape: properties of the model.
+        config: settings of the trainer.
         start: folder of the start checkpoint, whose weights count only with LoRA.
     """
     fields = {**shape.megatron, "vocab_size": shape.vocab_size, "tied": shape.tied, "dtype": config.dtype}

@@ -133,7 +133,7 @@ class Optimizer:
         lr = self._config.lr_at(self._updates)
         for group in self._inner.param_groups:
             group["lr"] = lr
-            # In megatron the scheduler applies wd_mult, which is 0 for biases and norms.
+            # In megatron the scheduler applies wd_mult, 0 for biases and norms.
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
         self._inner.prepare_grads()
         norm = float(self._inner.get_grad_norm())
@@ -148,7 +148,7 @@ class Optimizer:
         return norm, lr
 
     def skip(self) -> float:
-        """Count an update without gradients, which advances the schedule; returns the learning rate."""
+        """Count an update without gradients and advance the schedule; returns the learning rate."""
         lr = self._config.lr_at(self._updates)
         self._updates += 1
         return lr
@@ -198,5 +198,5 @@ def _offload(config: OptimizerConfig, trainer: TrainerConfig, *, on_gpu: bool) -
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": config.cpu_offload,
-        "use_precision_aware_optimizer": True,  # keeps the float32 weights beside the moments
+        "use_precision_aware_optimizer": True,  # keeps the float32 weights with the moments
     }

@@ -1,4 +1,4 @@
-"""Describes which part of which global tensor a rank has, so that a checkpoint is independent of the layout.
+"""Describes the parts of global tensors that a rank has, so that a checkpoint is independent of the layout.
 
 Megatron's modules describe their parameters and buffers (`sharded_state_dict`). Tensors with one value per weight
 element (moments, float32 weights, reference weights) are sharded like the weight.
@@ -29,7 +29,7 @@ from async_rl.trainer.model.layers import is_expert, is_grouped, local_name
 
 Shard = ShardedTensor | ShardedTensorFactory
 CopiedShards = dict[str, Any]
-"""Name of a tensor or value -> what this rank writes of it, in torch's types, in memory of the CPU."""
+"""Name of a tensor or value -> the part that this rank writes, in torch's types, in memory of the CPU."""
 
 
 def model_shards(chunks: Sequence[Any], *, lora: bool) -> dict[str, Shard]:
@@ -67,7 +67,7 @@ def _adapter_shard(name: str, parameter: Any) -> ShardedTensor:
 
 
 def live_tensors(shards: Mapping[str, Shard]) -> dict[str, Tensor]:
-    """The live tensors of the shards. Call this before a load, which replaces `data` of the shards."""
+    """The live tensors of the shards. Call this before a load, because a load replaces `data` of the shards."""
     return {name: cast(Tensor, shard.data) for name, shard in shards.items()}
 
 
@@ -77,7 +77,7 @@ def shards_by_tensor(shards: Mapping[str, Shard]) -> dict[int, Shard]:
 
 
 def shard_like(weight: Shard, tensor: Tensor, kind: str) -> Shard:
-    """A shard of `tensor`, which has the shape of this rank's `weight`, with the name `kind`.`name of the weight`."""
+    """A shard of `tensor`, shaped like this rank's `weight`, with the name `kind`.`name of the weight`."""
     return make_sharded_optimizer_tensor(weight, tensor, kind)
 
 
@@ -96,7 +96,7 @@ def object_of_rank(name: str, value: object, *, rank: int, ranks: int) -> Sharde
 def copy_shards(directory: Path, state: dict[str, Any]) -> CopiedShards:
     """Copy nested shards for `write_shards`, and begin a checkpoint in the empty folder `directory`. Collective.
 
-    Of replicated parts one rank has a copy. `state` must not be used again.
+    Of replicated parts one rank has a copy. `state` must not be used afterwards.
     """
     copies = _Copies("torch_dist", 1)
     dist_checkpointing.save(state, str(directory), sharded_strategy=copies)
@@ -104,9 +104,9 @@ def copy_shards(directory: Path, state: dict[str, Any]) -> CopiedShards:
 
 
 def write_shards(directory: Path, shards: CopiedShards, *, group: dist.ProcessGroup) -> None:
-    """Write shards into the folder in which `copy_shards` began, and sync them to disk. Collective in `group`.
+    """Write shards into the folder that `copy_shards` prepared, and sync them to disk. Collective in `group`.
 
-    Megatron's own strategies fork a process per file, which is unsafe in a rank with gloo, NCCL or CUDA threads, and
+    Megatron's own strategies fork a process per file. This is unsafe in a rank with gloo, NCCL or CUDA threads, and
     errors in that process have no errno.
 
     Raises:

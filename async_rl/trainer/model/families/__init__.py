@@ -57,7 +57,7 @@ class ModelShape:
     tied: bool
     """Whether the output layer uses the weight of the embedding."""
     num_carried_layers: int = 0
-    """Layers for multi-token prediction, which are numbered after the others; see `is_carried`."""
+    """Layers for multi-token prediction, numbered after the others; see `is_carried`."""
 
 
 FAMILIES: dict[str, Family] = {

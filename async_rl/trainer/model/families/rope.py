@@ -55,7 +55,7 @@ class Rope:
     """Rotary embedding of a head."""
 
     dim: int
-    """Number of rotated channels, which are the first of the head."""
+    """Number of rotated channels, the first of the head."""
     base: float
     """Theta."""
     yarn: Yarn | None = None
