@@ -3,7 +3,7 @@
     boundary(work) ──> task of the call ──> async function
                                         └─> thread of USER_THREADS ──> any other function
 
-User code may be slow, hang, ignore a cancel, let out a cancel of an inner scope, or call `sys.exit`. Each of these is
+User code may be slow, hang, ignore a cancel, let out a cancel of an inner scope, or call `sys.exit`. Each fault is
 an error of that call, and other calls go on. A cancel from outside passes through. Product code never uses its threads.
 """
 
@@ -99,7 +99,7 @@ async def boundary(work: Callable[[], Awaitable[T]], *, name: str, timeout_s: fl
 
 
 async def _result(answer: asyncio.Future[T], task: asyncio.Task[Any], clock: _Clock, *, name: str) -> T:
-    """The answer of a task, which is cancelled if it is late or if nobody waits for it any more."""
+    """The answer of a task. The task is cancelled if it is late or if nobody waits for it any more."""
     try:
         while not answer.done() and (left := clock.left()) > LEAST_S:
             await asyncio.wait((answer,), timeout=None if left == math.inf else left)
@@ -251,9 +251,9 @@ class UserObject:
     One task makes its calls, as a scope that an async method opens has to be closed in the same task.
 
     Args:
-        kind: of the object, such as "environment".
-        name: of its class.
-        timeout_s: of each call.
+        kind: noun for messages, such as "environment".
+        name: class name.
+        timeout_s: seconds for each call.
     """
 
     def __init__(self, kind: str, name: str, prompt: Prompt, *, timeout_s: float) -> None:

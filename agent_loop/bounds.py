@@ -25,7 +25,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
-"""A number of things of which there is at least one."""
+"""A number of things, at least one."""
 Seconds = Annotated[float, Gt(0), Lt(math.inf)]
 """A finite time."""
 _SIGNS = {Ge: ">=", Gt: ">", Le: "<=", Lt: "<"}

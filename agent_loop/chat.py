@@ -1,4 +1,4 @@
-"""Messages <-> token ids through the tokenizer's chat template. Sampled tokens are never tokenized again.
+"""Messages <-> token ids through the tokenizer's chat template. Sampled tokens are never retokenized.
 
 Only text that the model did not write is rendered: the prompt once, and each reply (tool results, user messages) as
 the text that the template puts after an assistant turn. That text is cut from a rendering of a stand-in conversation,
@@ -58,7 +58,7 @@ class Chat:
 
     Attributes:
         tools_key: equal for chats with equal tools.
-        is_dated: whether the template prints the date, which is that of the construction; a restart may change it.
+        is_dated: whether the template prints the date of the construction; a restart may change it.
 
     Raises:
         ChatTemplateError: a stop token that is not one token, an end of turn that is no added token or is not found, an
@@ -77,7 +77,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self._variants: dict[str, Chat] = {}  # shared by all variants
-        self._secret = secrets.token_hex(8)  # which no message knows
+        self._secret = secrets.token_hex(8)  # no message knows it
         self._strftime = datetime.now().strftime
         self._set(tools, stop_strings)
         eos: str = getattr(tokenizer, "eos_token", None) or ""
@@ -115,7 +115,7 @@ class Chat:
         """int32 [n]: the conversation up to the start of the model's turn.
 
         Args:
-            sampled: index of an assistant message -> its tokens [m] as the model sampled them, which are taken over.
+            sampled: index of an assistant message -> its tokens [m] as the model sampled them.
         """
         marked, tokens = self._with_marks(messages, sampled)
         return self._encode_around(self._render(marked), tokens)
@@ -177,7 +177,7 @@ class Chat:
 
     @property
     def find_stop(self) -> FindStop | None:
-        """The search for stop strings of one decoder, which starts where it ended before; None without any."""
+        """The search for stop strings of one decoder. It continues where it ended before; None without any."""
         seen = np.zeros(0, np.int32)
 
         def find(turn: Int32Array) -> int | None:
@@ -248,7 +248,7 @@ class Chat:
     def _with_marks(
         self, messages: Sequence[Message], sampled: Mapping[int, Int32Array]
     ) -> tuple[list[dict[str, Any]], dict[str, Int32Array]]:
-        """Messages for the template, in which a mark stands for each sampled one, and mark -> tokens, in order."""
+        """Messages for the template, with a mark in place of each sampled one, and mark -> tokens, in order."""
         tokens: dict[str, Int32Array] = {}
         conversation: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
@@ -268,7 +268,7 @@ class Chat:
             if not found:
                 raise ChatTemplateError("the chat template leaves out an assistant turn, so it cannot be continued")
             if not self._opening.endswith(" "):
-                before = before.rstrip(" ")  # the template's space, which the sampled tokens have too
+                before = before.rstrip(" ")  # the template's space; the sampled tokens have it too
             parts += [self._encode_part(before, is_first=not parts), turn]
             if self.ends_turn(turn):
                 rendered = rendered.removeprefix(self._end_of_turn)
@@ -328,7 +328,7 @@ class Chat:
             )
 
     def _swapped_values(self, value: Any) -> Any:
-        """A JSON value in which control tokens are text."""
+        """A JSON value with its control tokens as text."""
         if isinstance(value, str):
             return self._control.swap(value)
         if isinstance(value, Mapping):
@@ -339,7 +339,7 @@ class Chat:
         return value
 
     def _swapped(self, message: Message) -> dict[str, Any]:
-        """A message for the template, in which control tokens are text."""
+        """A message for the template, with its control tokens as text."""
         swap = self._control.swap
         fields: dict[str, Any] = {"role": swap(message.role), "content": swap(message.content)}
         if message.reasoning is not None:

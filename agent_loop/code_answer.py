@@ -45,7 +45,7 @@ def code_answer(
 
     The column `tests` is Python code, such as `assert` statements; or a list of such texts, as in MBPP; or a list of
     mappings with `input` and `output`, which are compared with stdin and stdout; or a mapping with the lists `inputs`
-    and `outputs`, as in APPS and TACO; or one of them as JSON.
+    and `outputs`, as in APPS and TACO; or any such value as JSON.
 
     Each test runs in a sandbox, and the answer in another one. Only data come from there (`agent_loop.code_peer`), so
     that the answer cannot see the test or change its verdict. A test uses functions and classes of the answer as if

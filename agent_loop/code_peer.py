@@ -4,7 +4,7 @@
                                      <──("value", 4, ...)──────────
 
 Numbers, texts, containers, dates and arrays travel by value, as Python literals. Any other object stays in its process,
-and the other one has a `Remote` of it. Whether a result equals a value of the test is decided in the test's process. An
+and the other one has a `Remote` for it. The test's process decides whether a result equals a value of the test. An
 object of the answer never sees such a value: it has no operators with it, and equals it only by its own plain value.
 """
 

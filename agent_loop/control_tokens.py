@@ -119,7 +119,7 @@ class ControlTokens:
         return [i for piece in pieces for i in self._tokenizer.encode(piece, add_special_tokens=False)]
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of tokens. Control tokens are stand-ins, which tells them from text, if the tokenizer is fast."""
+        """Text of tokens. Control tokens are stand-ins, so they differ from text, if the tokenizer is fast."""
         return str((self._copy or self._tokenizer).decode(token_ids, skip_special_tokens=False))
 
     def _cut(self, found: str, cut: str) -> str:

@@ -11,7 +11,7 @@ everything so far; in the same engine it finds that in its prefix cache. A turn 
 Each answer is appended to the trajectory before the next request goes out, so an abort or a weight update loses no
 token, and the death of an engine at most a stride.
 
-An answer that breaks the contract is not used, and the request is made again under another id. If an answer has
+An answer that breaks the contract is not used, and the request is repeated under another id. If an answer has
 several segments, those before the first bad one are kept: each is checked by itself and ends where its weights ended,
 as if the engine had been aborted there.
 
@@ -85,9 +85,9 @@ class SegmentDecoder:
     """Decodes the turns of one trajectory.
 
     Args:
-        stop_token_ids: each ends a turn and is part of it.
+        stop_token_ids: tokens that each end a turn, as its last token.
         session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
-            request id is a prefix of another, which engines that abort by prefix rely on.
+            request id is a prefix of another. Engines that abort by prefix rely on this.
         call: number of the decoder, if a rollout has several: requests are `session#2-0.`, `session#2-1.`, ...
         limits: only segment_tokens, generate_timeout_s and max_refused_answers are used.
         find_stop: finds the end of a turn in its text; None if only tokens end a turn.

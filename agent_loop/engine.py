@@ -19,8 +19,8 @@ class SamplingConfig:
 
         temperature   logits / temperature; 0 is greedy, and the steps below do not apply
         min_p         keeps tokens with at least min_p times the probability of the most likely token
-        top_k         keeps the top_k most likely of these, and tokens as likely as the last one
-        top_p         keeps the fewest most likely of these that have at least top_p of their mass; the engine
+        top_k         keeps the top_k most likely remaining tokens, and tokens as likely as the last one
+        top_p         keeps the fewest most likely remaining tokens with at least top_p of their mass; the engine
                       chooses the order of equally likely tokens
 
     With probabilities 0.5, 0.2, 0.15, 0.1, 0.05 and top_k=3, top_p=0.8 the first two are kept: 0.7 of 0.85. The kept
@@ -65,11 +65,11 @@ class GenerateRequest:
     existing_rows: int = 0
     """Routing rows the caller already holds; the engine returns rows from this position on."""
     forced_experts: RoutedExperts | None = None
-    """Rows from position 0 on. If the engine forwards one of these positions again, it uses the given experts. None
+    """Rows from position 0 on. When the engine forwards such a position, it uses the given experts. None
     lets the engine choose. A request with forced experts shares no prefix cache with any other session, even if their
     salts are equal."""
     stop_token_ids: tuple[int, ...] = ()
-    """Sampling one of these ends the decode; the token is part of the output."""
+    """Sampling such a token ends the decode; the token is part of the output."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """Sampling settings."""
     session: str = ""

@@ -1,4 +1,4 @@
-"""Multi-turn rollouts in an environment, which answers each turn with messages and a reward.
+"""Multi-turn rollouts in an environment that answers each turn with messages and a reward.
 
     class Guess:
         repeatable = True                            the same turns in a new object make the same messages and rewards
@@ -51,10 +51,10 @@ class Step:
 
 
 class EnvironmentClass:
-    """A class of environments, one of which is made for each rollout.
+    """A class of environments; each rollout makes one.
 
     Args:
-        factory: the class, or a `functools.partial` of it; called without arguments. `reset` gets any columns of the
+        factory: the class, or its `functools.partial`; called without arguments. `reset` gets any columns of the
             row by name, and `prompt`. It returns the opening conversation, or None for that of the prompt.
 
     Attributes:
@@ -89,7 +89,7 @@ class EnvironmentClass:
         """A new environment after its reset; it is closed at the end.
 
         Args:
-            timeout_s: of each call.
+            timeout_s: seconds for each call.
 
         Raises:
             RolloutError: it cannot be made or reset. An error of `close` is only logged.
@@ -141,14 +141,14 @@ class EnvironmentLoop:
         LENGTH: a turn was cut off, which is no step; or the environment is not done after `limits.max_turns`, or its
             messages leave no room for a turn, as do more than 8 characters for each token that is left.
 
-    A rollout that is resumed has a new environment, in which the complete turns are repeated; this is possible only if
+    A rollout that is resumed repeats its complete turns in a new environment; this is possible only if
     the environment is repeatable or no turn has been answered.
 
     `Trajectory.info` has
         turns: model calls;
         done: 1 if the environment ended the rollout, else 0;
         aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each asked for again.
+        refused_answers: answers of the engine that were refused, each retried.
     """
 
     def __init__(

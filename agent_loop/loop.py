@@ -46,7 +46,7 @@ class Message:
     tool_calls: tuple[ToolUse, ...] = ()
     """Calls of an assistant message, in order."""
     tool_call_id: str | None = None
-    """Call to which a tool message replies."""
+    """Call that a tool message replies to."""
     name: str | None = None
     """Name of the author, if the agent gave one."""
 
@@ -91,7 +91,7 @@ class TurnLimits:
     agent_timeout_s: Seconds = 3600.0
     """Seconds for one agent program, its model calls and tools included."""
     max_refused_answers: Annotated[int, Ge(0)] = 3
-    """Times in a row that a request is made again because the engine's answer broke the contract."""
+    """Times in a row that a request is repeated because the engine's answer broke the contract."""
     max_tool_reply_chars: Count | None = None
     """Characters of one tool's reply. A longer reply is cut, with a note to the model. None cuts only replies that have
     together more than 8 characters for each token that is left."""
@@ -112,13 +112,13 @@ class AgentLoop(Protocol):
         """Fill `trajectory` and close it with its reward and stop reason.
 
         The trajectory is empty or was left unfinished by an earlier call. In the second case the rollout resumes there:
-        existing tokens are not sampled again. Tools of the last turn are called if their replies are missing. If
-        `trajectory.unsure_call` says that the calls were started, they are not made again, and the model sees a note.
+        existing tokens are not resampled. Tools of the last turn are called if their replies are missing. If
+        `trajectory.unsure_call` says that the calls were started, they are not repeated, and the model sees a note.
 
-        Aborts by the engine are resumed inside, and requests whose answer breaks the contract are made again. The
+        Aborts by the engine are resumed inside, and requests whose answer breaks the contract are repeated. The
         trajectory grows as segments arrive, so that a caller sees the generated tokens even if the rollout fails. It
         never holds a turn that was half recorded. A loop that rewrites the history calls `trajectory.fork` and
-        continues on that path; `trajectory.paths` has all of them when the rollout resumes.
+        continues on that path; `trajectory.paths` has all paths when the rollout resumes.
 
         Args:
             session: name of this rollout, unique in the run, without "#".

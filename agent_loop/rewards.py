@@ -42,7 +42,7 @@ def regex_match(pattern: str) -> RewardFunction:
     """Whether the last match of a pattern in the last turn is the answer.
 
     Args:
-        pattern: its first group is compared, or all of it if it has no group: `r"####\\s*(-?[\\d,.]+)"`.
+        pattern: its first group is compared, or the whole match without a group: `r"####\\s*(-?[\\d,.]+)"`.
     """
     compiled = re.compile(pattern)
 
@@ -69,7 +69,7 @@ def math_answer(*, processes: int = 1) -> RewardFunction:
     If the turn has `\\boxed{}`, the content of the last one counts, or that of all as a set. 12% equals 12 and 0.12.
 
     Args:
-        processes: of each rollout worker that parse and compare.
+        processes: number in each rollout worker; they parse and compare.
     """
     return in_processes(_equal_expressions, processes=processes)
 
@@ -129,14 +129,14 @@ def cosine_length(
 
 
 def in_processes(function: Callable[..., Any], *, processes: int = 1) -> RewardFunction:
-    """A reward function that runs in processes of its own, for one that needs the CPU for long.
+    """A reward function that runs in separate processes, for one that needs the CPU for long.
 
     The processes start at the first calls. Calls that find none free wait, and `limits.reward_timeout_s` does not
     include the wait. A process that dies, or whose call is late, is replaced.
 
     Args:
         function: reward function; it and its arguments are sent to the processes.
-        processes: of each rollout worker.
+        processes: number in each rollout worker.
     """
     if processes < 1:
         raise ValueError(f"processes is {processes}; must be at least 1")

@@ -11,7 +11,7 @@
     lane 0     | generate |  | tool add |  | generate |  | reward |
     lane 1                   | tool sub      |
 
-Spans that overlap are on lanes of their own. A span inside another one has the lane of that one, unless an earlier one
+Spans that overlap are on separate lanes. A span inside another one has the lane of that one, unless an earlier one
 inside is still there.
 """
 
@@ -71,7 +71,7 @@ class OpenSpan:
 
 
 class Timeline:
-    """The time spans of a process on one track, which has as many lanes as spans overlap.
+    """The time spans of a process on one track with as many lanes as spans overlap.
 
     Args:
         track: name of the lanes: `rollout 0`, `rollout 1`, ...
@@ -89,7 +89,7 @@ class Timeline:
         """Start a span; `args` are shown with it.
 
         Args:
-            inside: open span of this timeline, which ends later.
+            inside: open span of this timeline that ends later.
         """
         if inside is not None and not inside.is_shared:
             inside.is_shared = True

@@ -64,7 +64,7 @@ class ToolUseLoop:
         tool_errors: calls that failed;
         truncated_replies: replies that were cut;
         aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each asked for again;
+        refused_answers: answers of the engine that were refused, each retried;
         reward/NAME: parts of the reward.
     For a rollout that was restored after a restart, tool_errors, truncated_replies, aborts and refused_answers count
     from the restart on.

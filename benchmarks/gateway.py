@@ -79,7 +79,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
 
 
 class ForcedTurns:
-    """Engine of which each answer has exactly the tokens that were asked for, and ends its turn there only.
+    """Engine whose answers have exactly the tokens that were asked for, and end their turn there only.
 
     Attributes:
         work: so far; see `Load.work`.

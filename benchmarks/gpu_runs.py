@@ -1,7 +1,7 @@
 """Whole runs on one GPU that trainer and engine share: a model with random weights, and rewards that any model raises.
 
 The runs differ by one thing from `async`: `sync` waits for each batch, `no_rows` replays no routing, `eager` has no
-CUDA graphs, `keep` loads weights under requests in flight, `staged` loads beside them, `fp8` keeps K/V in 8 bits,
+CUDA graphs, `keep` loads weights under requests in flight, `staged` loads next to them, `fp8` keeps K/V in 8 bits,
 `folder` publishes files on a disk, `direct` sends to the ranks of the engine. The reward is the share of characters
 with even codes in a reply: about 0.5 at first, and every group has a spread. Figures are medians over all steps but the
 first two; k3 and the pause are the largest, rows the share of tokens that came with their routing rows, memory the most

@@ -6,7 +6,7 @@ with R3 and full recomputation. The rows that R3 replays are drawn at random, so
 untrained routers. The sequences have log-normal lengths, or `--fixed` tokens each.
 
 The share of the peak counts the floating-point operations of `async_rl.trainer.model.flops`. Export writes the weights
-as a version into memory (/dev/shm), checksums included; the copy beside it is of the same bytes from GPU to host.
+as a version into memory (/dev/shm), checksums included; the copy next to it is of the same bytes from GPU to host.
 
     python benchmarks/gpu_training.py [--layers 3] [--tokens 32768] [--longest 8192] [--micro-batch-tokens 8192]
         [--rounds 3] [--peak 989e12]

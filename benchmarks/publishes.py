@@ -104,7 +104,7 @@ def publish(
 
 
 def model_weights(mb: int, args: argparse.Namespace) -> Weights:
-    """About `mb` megabytes of bfloat16 weights of equal size, four of them in a bucket."""
+    """About `mb` megabytes of bfloat16 weights of equal size, four in a bucket."""
     rows = (args.bucket_mb << 20) // 4 // (2 * COLUMNS)
     number = max(1, round(mb * 1_000_000 / (rows * COLUMNS * 2)))
     return [(f"model.layers.{i:04}.weight", torch.randn(rows, COLUMNS).to(torch.bfloat16)) for i in range(number)]

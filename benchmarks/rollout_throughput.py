@@ -7,7 +7,7 @@
 Both engines have the same arguments, routing capture included, and every request the same sampling parameters and
 number of tokens; no token stops it. Both decode groups of 8 requests, as many groups at a time as --concurrency holds.
 The two take turns, so that the load of the machine hits both alike. Equal numbers make requests end together, so that
-the engine waits whenever 64 of them go through the path at once.
+the engine waits whenever 64 requests go through the path at once.
 
     python benchmarks/rollout_throughput.py [--rounds 9] [--concurrency 64] [--requests 192] [--tokens 96]
         [--checkpoint DIR]

@@ -132,7 +132,7 @@ class Mismatch:
     """S."""
 
     def mean(self, values: FloatArray, where: BoolArray | None = None) -> Interval:
-        """Mean over tokens (of those under `where`) of float64 [n] values."""
+        """Mean over tokens (under `where`) of float64 [n] values."""
         kept = np.ones(len(values)) if where is None else where.astype(np.float64)
         total = np.bincount(self.trajectory, weights=values * kept, minlength=self.trajectories)
         count = np.bincount(self.trajectory, weights=kept, minlength=self.trajectories)

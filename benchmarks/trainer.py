@@ -5,7 +5,7 @@
     packing      padded micro-batches over packed ones; padding can cost 1 / (share of real tokens), the limit
     replay       R3 over none, on the rows that the live router chooses, so that the experts have the same work. R2
                  makes a separate forward pass to record them; a step with the same pass (loss m2po) is its base
-    checkpoints  a step beside a save, whose thread writes meanwhile, over one without
+    checkpoints  a step during a save, whose thread writes meanwhile, over one without
     attention    on one of 8 context ranks of a long sequence: torch's attention with a mask of queries x keys over
                  `async_rl/trainer/model/prefix_attention.py`, for a layer that sees all keys and for one with a window.
                  Memory is the growth of the peak of a separate process, beyond inputs and their gradients

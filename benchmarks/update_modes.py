@@ -2,7 +2,7 @@
 
 Held-out prompts of the calculator task are rolled out while the weights go from A to B (B is A after --updates
 optimizer updates), once for every rollout.on_update and rollout.resume_routing. The trainer replays the rows of the
-rollout (R3) and computes the logprobs of the tokens that A sampled at the weights A, and of those that B sampled at B:
+rollout (R3) and computes the logprobs of the tokens that A sampled at the weights A, and of tokens that B sampled at B:
 what is left of d = trainer - engine logprob is not staleness, but K/V and rows that trainer and engine do not share.
 
     k3 of A          tokens sampled before the update, in trajectories that went over it

@@ -55,13 +55,13 @@ class QueueSnapshot:
     taken: int = 0
     """Groups handed to the trainer and not acknowledged."""
     replay: int = 0
-    """Batches of ready groups that are trained again after a restart."""
+    """Batches of ready groups that are repeated after a restart."""
     unfinished: tuple[Admission, ...] = ()
     """Admissions of all open, ready and taken groups, by id."""
     waiting: tuple[int, ...] = ()
-    """Prompts of expired groups that are admitted again, in that order."""
+    """Prompts of expired groups that are readmitted, in that order."""
     requeues: dict[int, int] = field(default_factory=dict[int, int])
-    """Prompt -> times that it was to be admitted again, for prompts that have not ended."""
+    """Prompt -> times that it was to be readmitted, for prompts that have not ended."""
     ledger: LedgerCounts = field(default_factory=LedgerCounts)
     """Counts of groups and tokens."""
     closed: bool = False
@@ -69,5 +69,5 @@ class QueueSnapshot:
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """Prompts that a restarted run admits again."""
+        """Prompts that a restarted run readmits."""
         return (*(admission.prompt for admission in self.unfinished), *self.waiting)

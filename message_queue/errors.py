@@ -94,7 +94,7 @@ class EngineError(AsyncRLError):
 
 
 class AnswerError(EngineError):
-    """An engine that still serves gave an answer that breaks the contract; the request may be made again.
+    """An engine that still serves gave an answer that breaks the contract; the request may be repeated.
 
     Names replica, request, and the field and value that were refused. Nothing of the answer is used.
     """
@@ -116,7 +116,7 @@ class StateLostError(RolloutError):
 
 
 class PromptError(RolloutError):
-    """No rollout of this prompt can succeed, so that none is tried again."""
+    """No rollout of this prompt can succeed, so that none is retried."""
 
 
 class RewardError(RolloutError):

@@ -40,7 +40,7 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def requeue(self) -> bool:
-        """Whether the prompt is admitted again."""
+        """Whether the prompt is readmitted."""
         return self.reason.kind is DropKind.REQUEUED
 
 
@@ -85,7 +85,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Checkpointed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A checkpoint is complete: groups trained up to its step are never trained again."""
+    """A checkpoint is complete: groups trained up to its step are never retrained."""
 
     train_step: int
     """Optimizer steps in the checkpoint."""

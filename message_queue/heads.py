@@ -1,6 +1,6 @@
 """Heads: groups without content, for the queue and the driver. Token ids, logprobs and rows stay with their producer.
 
-A trajectory of 12 tokens, of which version 3 sampled 4 and version 4 then 2, has the spans ((3, 4), (4, 2)).
+If version 3 sampled 4 of the 12 tokens of a trajectory and version 4 then 2, its spans are ((3, 4), (4, 2)).
 Heads are journaled and travel as msgpack (msgspec); their size depends on the number of trajectories, not of tokens.
 """
 
@@ -119,7 +119,7 @@ class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
         return +counts
 
     def rewards_by_agent(self) -> dict[str, list[float]]:
-        """Agent that is trained -> its reward in each trajectory in which it is, in order.
+        """Trained agent -> its rewards, one for each trajectory with this agent, in order.
 
         The advantage of an agent is relative to these. A planner made calls in all of three trajectories, a critic in
         two: {"planner": [1.0, 0.0, 1.0], "critic": [0.2, 0.5]}.

@@ -1,10 +1,10 @@
-"""The journal of events: one SQLite file, from which a restart makes the state of the queue again.
+"""The journal of events: one SQLite file. A restart rebuilds the state of the queue from it.
 
     <output_dir>/journal/events.sqlite
         state    one row: run, settings, and the state at the last checkpoint or start
         events   events since then, in order
 
-Events that wait travel together in one transaction, in a thread of their own. A call is answered after the commit, so a
+Events that wait travel together in one transaction, in a separate thread. A call is answered after the commit, so a
 kill of any process loses no answered call. After a failed write the journal refuses everything, because the state of
 the queue is then ahead of the file. Every row has a checksum. A file with a damaged page, a wrong checksum or a missing
 event is refused as a whole, with the way out; nothing is guessed.
@@ -120,7 +120,7 @@ class EventJournal:
         return base, tuple(_EVENTS.decode(data) for data in events.values())
 
     def record(self, events: Iterable[Event]) -> Awaitable[None]:
-        """Store events in one transaction, after all before them; the result is awaited for the commit of them all.
+        """Store events in one transaction, after all before them; the result is awaited for their commit.
 
         Raises:
             JournalError: an earlier write failed, or the journal is closed. The awaitable raises it for this write.

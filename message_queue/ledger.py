@@ -22,7 +22,7 @@ class DropKind(StrEnum):
     EXPIRED = "expired"
     """It can no longer be trained within the staleness bound."""
     REQUEUED = "requeued"
-    """It expired, and its prompt is admitted again."""
+    """It expired, and its prompt is readmitted."""
     ROLLOUT_FAILED = "rollout failed"
     """One of its rollouts failed."""
     TOO_FEW_LEFT = "rollouts failed"
@@ -30,7 +30,7 @@ class DropKind(StrEnum):
     NO_SPREAD = "no spread"
     """Its rewards are equal."""
     STOPPED = "stopped before it was trained"
-    """The run continues from a checkpoint without journal; the prompt is admitted again."""
+    """The run continues from a checkpoint without journal; the prompt is readmitted."""
     UNRECORDED = "ended before it was recorded"
     """The run was killed between its end and the record."""
     RECORD_LOST = "record missing"
@@ -74,7 +74,7 @@ class LedgerRecord(TypedDict):
 
 
 LedgerTotal = dict[str, Any]
-"""The closing line of `ledger.jsonl`: the fields of `LedgerCounts`, both errors, and `outcome`, which is "total"."""
+"""The closing line of `ledger.jsonl`: the fields of `LedgerCounts`, both errors, and the `outcome` "total"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

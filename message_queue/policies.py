@@ -2,7 +2,7 @@
 
 wait     the trainer waits for it               nothing is given up, so the trained groups are not biased
 drop     it is given up                         favours short rollouts
-recycle  given up, its prompt admitted again    favours short rollouts of every prompt, not prompts with short ones
+recycle  given up, its prompt readmitted        favours short rollouts of every prompt, not prompts with short ones
 mask     trained if a part is young enough      favours the ends of long rollouts
 
 `next_update` is the number of optimizer updates held by the weights whose gradient the next batch takes. A group
@@ -31,10 +31,10 @@ class StalenessConfig:
     """Optimizer updates between the weights that sampled a token and those whose gradient is taken."""
     policy: Policy = "wait"
     """Treatment of a group that would become older. `wait`: the trainer waits for it, so nothing is given up. `drop`:
-    it is given up with a reason. `recycle`: the same, and its prompt is admitted again, ahead of new ones. `mask`: it
+    it is given up with a reason. `recycle`: the same, and its prompt is readmitted, ahead of new ones. `mask`: it
     is trained, and its tokens that are older take no gradient."""
     max_requeues: int = 3
-    """Times that a prompt is admitted again; then its group is dropped."""
+    """Times that a prompt is readmitted; then its group is dropped."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -125,7 +125,7 @@ class DropPolicy:
         return Drop(DropKind.EXPIRED, f"staleness {staleness} exceeds {self.max_staleness}")
 
     def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
-        """Reason of the drop of an expired group; its kind says whether the prompt is admitted again.
+        """Reason of the drop of an expired group; its kind says whether the prompt is readmitted.
 
         Args:
             reason: result of `expiry`.
@@ -181,7 +181,7 @@ class WaitPolicy(DropPolicy):
 
 
 class RequeuePolicy(DropPolicy):
-    """As DropPolicy, and the prompt of a group that became too old is admitted again.
+    """As DropPolicy, and the prompt of a group that became too old is readmitted.
 
     A prompt that is always too slow is dropped after that was done `staleness.max_requeues` times.
     """
@@ -189,7 +189,7 @@ class RequeuePolicy(DropPolicy):
     oldest_first = True  # gives up fewest
 
     def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
-        """Its prompt is admitted again, up to max_requeues times."""
+        """Its prompt is readmitted, up to max_requeues times."""
         if times < self._max_requeues:
             return Drop(DropKind.REQUEUED, str(reason))
         more = f"after its prompt was admitted {times + 1} times (staleness.max_requeues)"

@@ -6,7 +6,7 @@
 Admission counts groups in flight, so a group that starts is certain of its place in the staleness bound. Each call
 decides, applies its events to the state and hands them to the journal without an await in between; then it waits until
 they are written. A call that is cancelled before that has changed nothing. If it is cancelled later, its change stays:
-an admission is open, a batch is taken, and a restart continues the one and hands out the other again.
+an admission is open, a batch is taken, and a restart continues the one and hands out the other once more.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class TrajectoryQueue:
     async def admit(self, prompt: int) -> Admission:
         """Wait until one more group fits the staleness bound, then start it.
 
-        The group is of `prompt`, unless the prompt of an expired group is to be admitted again (policy recycle): then
-        of that one, and the caller asks for `prompt` again with the next call.
+        The group is of `prompt`, unless the prompt of an expired group is to be readmitted (policy recycle): then
+        of that one, and the caller repeats `prompt` with the next call.
 
         Raises:
             QueueClosed: nothing is admitted any more.
@@ -105,7 +105,7 @@ class TrajectoryQueue:
     async def drop(self, group: int, *, reason: Drop, segments: int = 0, tokens: int = 0) -> bool:
         """Give up an open group; `segments` and `tokens` were generated in vain.
 
-        Policy recycle admits the prompt of an expired group again.
+        Policy recycle readmits the prompt of an expired group.
 
         Returns:
             False if the group is not open any more: it was put, or dropped, in the meantime.
@@ -189,7 +189,7 @@ class TrajectoryQueue:
         await written
 
     async def publish(self, version: int, *, update: int) -> None:
-        """The trainer published `version`, which holds `update` optimizer updates. Call it before a replica loads it.
+        """The trainer published `version` with `update` optimizer updates. Call it before a replica loads it.
 
         Raises:
             QueueError: the version or its update goes back, or the update is of a batch that was never taken.
@@ -297,7 +297,7 @@ class TrajectoryQueue:
         return [head for group in groups if (head := state.ready[group].head) is not None]
 
     def _expired_ready(self) -> list[Dropped]:
-        """Ends of ready groups that can no longer be trained, in the order of `put`, without those to train again."""
+        """Ends of ready groups that can no longer be trained, in the order of `put`, without those to repeat."""
         state = self._state
         replayed = {group for batch in state.replay for group in batch}
         expired: list[tuple[GroupState, Drop]] = []
@@ -326,7 +326,7 @@ class TrajectoryQueue:
             raise QueueClosed(f"{call}: the queue is closed")
 
     def _can_admit(self) -> bool:
-        """Nothing is admitted before all batches of a restart were trained again."""
+        """Nothing is admitted before all batches of a restart were repeated."""
         state = self._state
         return not state.replay and self._policy.admits(
             state.outstanding, admitted_update=state.served_update, next_update=state.next_update

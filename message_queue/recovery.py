@@ -1,16 +1,16 @@
 """Opens the queue of a run: new, from a checkpoint, or from a checkpoint and the journal of the events after it.
 
-Groups trained after the checkpoint are ready again and trained again in the same batches and at the same updates, which
-makes the same weights again; then the run continues at the point of the stop.
+Groups trained after the checkpoint become ready once more. They are trained in the same batches and at the same
+updates, and so make the same weights; then the run continues at the point of the stop.
 
-    checkpoint      trained again          open, ready
+    checkpoint      repeated               open, ready
     ----|-----------------------------|------------------->
        next_update                   end
 
 So staleness is exact, and open groups continue under weights that are not older than those of their admission. If a
 batch is incomplete because the content of one of its groups was damaged, it and those after it are ready groups like
 all others. Weights published after `end` then count as of `end`: their distance from the weights that will be trained
-is unknown, and those get a version of their own.
+is unknown, and those get a separate version.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class JournalPlace:
     prompt_cursor: int = 0
     """First prompt that was never handed out by the checkpoint; used if the journal is new."""
     waiting: Sequence[int] = ()
-    """Prompts before the cursor that are admitted again; used if the journal is new."""
+    """Prompts before the cursor that are readmitted; used if the journal is new."""
     incomplete: frozenset[int] = frozenset()
-    """Groups whose content is missing or damaged: they are open again."""
+    """Groups whose content is missing or damaged: they are reopened."""
     busy_s: float = 30.0
     """Seconds to wait for another process to let go of the journal; a killed process needs a moment to end."""
 
@@ -71,17 +71,17 @@ class Restored:
     ready: tuple[Admission, ...]
     """Groups whose content is needed: finished ones that wait for the trainer, also those of `replay`."""
     trajectories: Mapping[int, int]
-    """Ready group -> number of its trajectories, also of those that failed."""
+    """Ready group -> number of its trajectories, failed ones included."""
     replay: int
-    """Batches that `take` hands out first, to be trained again."""
+    """Batches that `take` hands out first, to be repeated."""
     prompt_cursor: int
     """First prompt that was never admitted."""
     waiting: tuple[int, ...]
-    """Prompts before the cursor that the driver admits again, in order."""
+    """Prompts before the cursor that the driver readmits, in order."""
     version: int
     """Newest `param_version` that was published."""
     diverged: bool
-    """Whether the weights of `version` are not the ones that replay makes again."""
+    """Whether the weights of `version` are not the ones that replay makes."""
     version_updates: Mapping[int, int]
     """`param_version` -> optimizer updates."""
     given_up: frozenset[int]
@@ -153,7 +153,7 @@ def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPol
 def state_of_checkpoint(place: JournalPlace) -> QueueState:
     """State after a checkpoint without a journal: groups that were unfinished count as dropped.
 
-    The driver admits their prompts again.
+    The driver readmits their prompts.
     """
     snapshot = place.checkpoint or QueueSnapshot()
     counts, unfinished = snapshot.ledger, len(snapshot.unfinished)
@@ -274,7 +274,7 @@ def _restart(group: GroupState, turn: int, versions: Mapping[int, int], replayed
 
 
 def _start_order(group: GroupState) -> tuple[float, float, int, int]:
-    """Groups to be trained again first, then those that were taken, then those that were put."""
+    """Groups to repeat first, then those that were taken, then those that were put."""
     updates = (math.inf if update is None else update for update in (group.replay_update, group.taken_update))
     replay, taken = updates
     return (replay, taken, group.turn, group.group)

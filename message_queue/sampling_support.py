@@ -1,7 +1,7 @@
 """The sampling support: which tokens the sampler kept at each position, if it cut the distribution.
 
 Top-p, top-k and min-p sample from a part of the vocabulary, renormalised. The logprob that the engine returns belongs
-to that distribution, so the trainer must normalise over the same tokens. The set cannot be computed again from other
+to that distribution, so the trainer must normalise over the same tokens. The set cannot be recomputed from other
 weights or in another precision; it travels with the segment.
 
     position   kept tokens   gaps        packed bytes           offsets

@@ -3,7 +3,7 @@
     open -> ready -> taken -> trained -> (checkpoint) -> gone
       +-------+--------+---> dropped: gone
 
-A trained group stays until a checkpoint holds its train step: a restart before that trains it again.
+A trained group stays until a checkpoint holds its train step: a restart before that repeats it.
 
 Example: admit 4 groups with batches of 2, put groups 1, 0 and 2, take. Then group 3 is open, 2 is ready, 0 and 1 are
 taken, next_update is 1, and the ledger counts 4 admitted and 4 open.
@@ -41,13 +41,13 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     masked: int = 0
     """Tokens without gradient in the batch that took the group."""
     taken_update: int | None = None
-    """Optimizer updates at which the group was taken."""
+    """Optimizer updates made when the group was taken."""
     train_step: int | None = None
     """Optimizer step that the group took part in."""
     trained_tokens: int = 0
     """Tokens that took gradient."""
     replay_update: int | None = None
-    """Updates at which the group was trained after the last checkpoint, so that a restart trains it there again."""
+    """Updates at which the group was trained after the last checkpoint, so that a restart repeats it there."""
 
     @property
     def group(self) -> int:
@@ -66,14 +66,14 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoredState(msgspec.Struct, frozen=True, kw_only=True):
-    """A state as a value, from which an equal state can be made."""
+    """A state as a value; an equal state can be made from it."""
 
     next_group: int = 0
     """Id of the next admission."""
     next_turn: int = 0
     """`turn` of the next group that becomes ready or is taken."""
     next_update: int = 0
-    """Optimizer updates at which the next batch is taken."""
+    """Optimizer updates made when the next batch is taken."""
     prompt_cursor: int = 0
     """First prompt that was never admitted."""
     train_step: int = 0
@@ -85,13 +85,13 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[int, int] = msgspec.field(default_factory=lambda: {0: 0})
     """Published `param_version` -> optimizer updates, for all that a group may have tokens of."""
     diverged: bool = False
-    """Whether a restart cannot make the weights of the newest version again, and none was published since."""
+    """Whether a restart cannot remake the weights of the newest version, and none was published since."""
     requeued: tuple[int, ...] = ()
     """Prompts of expired groups that the next admissions are of, in order."""
     returned: tuple[int, ...] = ()
-    """Prompts that the last restart gave back to the driver and that were not admitted again yet, in order."""
+    """Prompts that the last restart gave back to the driver and that were not readmitted yet, in order."""
     requeues: dict[int, int] = msgspec.field(default_factory=dict[int, int])
-    """Prompt -> times that it was to be admitted again, until a checkpoint holds its training or it is dropped."""
+    """Prompt -> times that it was to be readmitted, until a checkpoint holds its training or it is dropped."""
     replay: tuple[tuple[int, ...], ...] = ()
     """Batches of ready groups that are taken first, unchanged."""
     ledger: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
@@ -101,7 +101,7 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueState:
-    """Groups, versions, prompts to admit again, and the ledger. `apply` is the only way to change them.
+    """Groups, versions, prompts to readmit, and the ledger. `apply` is the only way to change them.
 
     Args:
         stored: as `dump` gives it; None for a new run.
@@ -114,7 +114,7 @@ class QueueState:
         self.outstanding: Counter[int] = Counter()  # admitted update -> open and ready groups
         self.ready_updates: Counter[int] = Counter()  # admitted update -> ready groups
         self.by_admission: list[tuple[int, int]] = []  # (admitted update, group) of ready groups, sorted
-        self.by_newest: list[tuple[int, int]] = []  # (`newest_update`, group) of those that have one, sorted
+        self.by_newest: list[tuple[int, int]] = []  # (`newest_update`, group) of groups that have one, sorted
         self.next_group, self.next_update = stored.next_group, stored.next_update
         self.prompt_cursor = stored.prompt_cursor
         self.train_step, self.settled_step = stored.train_step, stored.settled_step

@@ -110,7 +110,7 @@ class RoutedExperts:
 
     @classmethod
     def trusted(cls, *, first_position: int, experts: ExpertArray, unavailable: int = 0) -> RoutedExperts:
-        """Rows that were checked before, as a part of others; not looked at again."""
+        """Rows that were checked before, as a part of others; not checked twice."""
         made = object.__new__(cls)
         for name, value in (("first_position", first_position), ("experts", experts), ("unavailable", unavailable)):
             object.__setattr__(made, name, value)

@@ -64,7 +64,7 @@ class TrainingSequence:
     shared: tuple[SampledRun, ...] = ()
     """Sampled tokens in the turns that its path shares with another, by position; they are in the loss of the other."""
     recomputed: bool = False
-    """Whether a resumed request computes K/V again over these rows (`resume_routing=force`)."""
+    """Whether a resumed request recomputes K/V over these rows (`resume_routing=force`)."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

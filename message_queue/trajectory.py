@@ -11,7 +11,7 @@ That is `append`. Rows of a segment for positions already covered are, by `resum
     append   left out
     force    left out; the engine is given the existing rows, and forwards those positions over them
     replace  taken from the segment's first row on, in place of the existing rows (the way of other systems)
-    split    left out if equal; if they differ, the segment starts a training sequence of its own, over its own rows
+    split    left out if equal; if they differ, the segment starts a separate training sequence, over its own rows
 
 A segment without tokens brings no rows in `replace` and `split`: nothing was sampled over them.
 
@@ -26,7 +26,7 @@ root; the program then replaces everything after the first by a summary (positio
 The fork shares positions 0 to 4. Tokens 3 and 4 are in the loss of the root's sequence only: each sampled token is in
 the loss of the path that sampled it. Rows 0..3 of the fork are those that the shared segments gave. Its first own
 segment gives row 4, which the root's second turn gave too, and rows 5..8. Its rows therefore do not depend on the
-growth of the root. The tree has 8 + 5 tokens, of which 7 are sampled.
+growth of the root. The tree has 8 + 5 tokens; 7 are sampled.
 
 Each path is of one agent, and `close` says which agents are trained:
 
@@ -220,7 +220,7 @@ class Trajectory:
         Arrays are shared, not copied. A segment that this path appends to a shared turn later is not in the fork.
 
         Args:
-            turns: number of shared turns; 0 for a path with a prompt of its own.
+            turns: number of shared turns; 0 for a path with its own prompt.
 
         Raises:
             ContractError: closed trajectory, the root has no prompt yet, or not as many turns.
@@ -236,7 +236,7 @@ class Trajectory:
         """As `fork`, for a path that was stored: segments of the last shared turn after `tokens` are left out.
 
         Args:
-            number: of the new path.
+            number: path number of the fork.
             turns: number of shared turns.
             tokens: number of tokens in them.
 
@@ -317,7 +317,7 @@ class Trajectory:
         """Inputs of the trainer's forward: one sequence for each path, or several with `split`.
 
         Every sampled token is in the loss of exactly one. A sequence ends with a sampled token; observed tokens after
-        it, as those of a call that was not answered, are left out. A path without a sampled token of its own has no
+        it, as those of a call that was not answered, are left out. A path that sampled no token itself has no
         sequence; if no path has any, the root has one.
         """
         return [
@@ -351,7 +351,7 @@ class Trajectory:
 
     @property
     def _counted(self) -> tuple[Trajectory, ...]:
-        """Paths that count here: all of them at the root."""
+        """Paths that count here: all paths at the root."""
         return self.paths if self._root is None else (self,)
 
     def _require_open(self) -> None:

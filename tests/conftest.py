@@ -26,7 +26,7 @@ settings.load_profile("shared")
 SERVERS = {"engine": "vllm", "sglang_server": "sglang"}
 """Fixture -> engine that it starts."""
 DRAWN = {"sglang": 40}
-"""Group -> tests that `make test` draws of it. SGLang's take three times as long as vLLM's."""
+"""Group -> tests that `make test` draws from the group. SGLang's take three times as long as vLLM's."""
 
 
 def commit() -> str:
@@ -58,7 +58,7 @@ def draw(items: list[pytest.Item], *, seed: str) -> None:
                 item.add_marker(pytest.mark.nightly)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups, and before the lanes are selected
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, and before the lanes are selected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = group_of(item)

@@ -1,4 +1,4 @@
-"""Requests and answers of model calls, independent of the wire format in which an agent makes them.
+"""Requests and answers of model calls, independent of an agent's wire format.
 
 For example, an agent asks for the weather:
 

@@ -1,4 +1,4 @@
-"""A rollout by an agent program, which calls the model over HTTP and is trained unchanged.
+"""A rollout by an agent program. The program calls the model over HTTP and is trained unchanged.
 
     async def agent(prompt, access):
         client = openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key)
@@ -56,12 +56,12 @@ Returns the reward, a mapping agent -> reward, or None if the session or the tas
 
 
 async def external(prompt: Prompt, model: ModelAccess) -> None:
-    """Stands for an agent outside of the run, which opens the session with `POST /sessions` and ends it."""
+    """Stands for an agent outside of the run that opens the session with `POST /sessions` and ends it."""
     raise NotImplementedError("a session is offered to agents outside of the run, and no program runs")
 
 
 def command(*arguments: str) -> Program:
-    """A program in a process of its own, such as `command("python", "agent.py")`.
+    """A program in a separate process, such as `command("python", "agent.py")`.
 
     It reads the prompt from its standard input, `{"messages": [{"role": ..., "content": ...}], "target": {...}}`. The
     clients of OpenAI and Anthropic find base URL and key in its environment (`OPENAI_BASE_URL`, `OPENAI_API_KEY`,
@@ -135,7 +135,7 @@ class ProgramLoop:
         paths: conversations that the calls made;
         retries: retries that got the answer of their first call;
         aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each asked for again;
+        refused_answers: answers of the engine that were refused, each retried;
         reward/NAME: parts of the reward, or what was reported for each agent.
 
     A rollout that is resumed after a restart starts over: the state of its program is gone.
@@ -144,7 +144,7 @@ class ProgramLoop:
         program: runs one rollout; `external` for agents outside of the run.
         gateway: serves the model calls.
         read: reads sampled turns.
-        reward: of the task; None if the program or the session gives each reward.
+        reward: the task's reward; None if the program or the session gives each reward.
         agents: name of each agent -> whether it is trained; see `async_rl.rollout.task.Task`.
     """
 

@@ -1,4 +1,4 @@
-"""The model calls of one agent program, as paths of one trajectory. Sampled tokens are never tokenized again.
+"""The model calls of one agent program, as paths of one trajectory. Sampled tokens are never retokenized.
 
 A call has the whole conversation. It attaches to the deepest answer that its conversation starts with, and the messages
 after that answer become the observation of a new turn:
@@ -13,7 +13,7 @@ after that answer become the observation of a new turn:
 Two messages are equal if role, text, reasoning, author and calls are; arguments of calls are compared as JSON values,
 and ids of calls are not compared. An answer that a limit cut is not extended; its tokens become context of another
 path. An answer of this session in a conversation that was rewritten around it keeps its sampled tokens, as context. A
-call attaches to answers of its own agent only.
+call attaches to answers of the same agent only.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Place(NamedTuple):
     """Place of a call in the tree."""
 
     before: _Answer | None
-    """Answer that the call continues; None for a path of its own."""
+    """Answer that the call continues; None if it starts a path."""
     observation: Int32Array
     """int32 [n], tokens of the turn that no policy sampled."""
 
@@ -130,7 +130,7 @@ class SessionCounts:
     aborts: int = 0
     """Decodes that were resumed."""
     refused: int = 0
-    """Answers of the engine that broke the contract, each asked for again."""
+    """Answers of the engine that broke the contract, each retried."""
 
 
 class AgentSession:
@@ -138,11 +138,11 @@ class AgentSession:
 
     Args:
         trajectory: an empty one; the session adds its paths and does not close it.
-        chat: of the task; tools and stop strings come with each call.
+        chat: the task's chat; tools and stop strings come with each call.
         read: reads sampled turns.
         agents: names of the agents; a call with another name is of the agent `POLICY`. Rewards may have other names
             only if there are none.
-        name: of the rollout, unique in the run, without "#".
+        name: rollout name, unique in the run, without "#".
         cache_salt: see `agent_loop.loop.AgentLoop.run`.
 
     Attributes:
@@ -150,7 +150,7 @@ class AgentSession:
         counts: figures so far.
         rewards: agent -> its reward; "" is that of all agents without one.
         messages: conversation of the newest answer, that answer included; of a call with tokens only the answer.
-        stop_reason: of the newest answer; None before the first.
+        stop_reason: end of the newest answer; None before the first.
         is_full: whether a call was refused because the limits of the rollout leave none.
         ended: set when no call is served any more.
         failure: error of a rollout that cannot be finished; None if there is none.
@@ -185,7 +185,7 @@ class AgentSession:
         self._declared = frozenset(agents)
         self._cache_salt = cache_salt
         self._context = copy_context()  # of the rollout; a call comes in that of the server
-        self._own_time_since = now()  # time in which no call is in flight
+        self._own_time_since = now()  # time without a call in flight
         self.is_full = False
         self.ended = asyncio.Event()
         self._failed = asyncio.Event()
@@ -251,7 +251,7 @@ class AgentSession:
         return self._place(request, chat, self._conversation_keys(request, chat)).length
 
     def reward(self, value: float | Mapping[str, float]) -> None:
-        """Set the reward of the agents without one of their own, or that of each named agent; a later one replaces it.
+        """Set the reward of the agents without a separate one, or that of each named agent; a later one replaces it.
 
         Raises:
             SessionEnded: the session has ended.
@@ -420,7 +420,7 @@ class AgentSession:
         return request.agent if request.agent in self._declared else POLICY
 
     def _path(self, before: _Answer | None, agent: str) -> Trajectory:
-        """The path on which a call continues: that of the answer if it ends there, else a new one."""
+        """The path that a call continues: that of the answer if it ends there, else a new one."""
         if before is None:
             path = self._trajectory.fork(turns=0) if self._trajectory.turns else self._trajectory
             path.agent = agent

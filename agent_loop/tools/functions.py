@@ -35,7 +35,7 @@ class FunctionTool:
 
     Args:
         function: its name, its docstring (with `Args:`) and its parameters describe the tool to the model.
-        is_method: whether its first parameter is an object, which `of` gives it.
+        is_method: whether its first parameter is an object, given by `of`.
 
     Attributes:
         is_async: whether the function is `async`; any other runs in a thread.
@@ -109,7 +109,7 @@ class FunctionTool:
 
 
 class FunctionReward:
-    """A Reward: the weighted sum of functions, each of which becomes a metric of its own name.
+    """A Reward: the weighted sum of functions. Each function becomes a metric with its name.
 
     Args:
         functions: name -> (weight, function).
@@ -203,7 +203,7 @@ def check_columns(
     """Check that a row has the columns that a function needs.
 
     Args:
-        parameters: of the function, see `named_parameters`.
+        parameters: the function's parameters, from `named_parameters`.
         target: columns of the row.
         beside: names that are no columns.
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult
 
 T = TypeVar("T")
-LIST_S = 120.0  # for the list of tools, which may include the download of the server
+LIST_S = 120.0  # for the list of tools; this may include the download of the server
 CLOSE_S = 2.0  # for a server to end by itself once its input is closed
 MAX_PAGES = 100  # of a list of tools
 MAX_LINE = 16 << 20  # bytes of one message over pipes
@@ -91,7 +91,7 @@ class McpServer:
 
     Args:
         command: program and arguments of a server that speaks over its pipes.
-        url: of a server that speaks streamable HTTP.
+        url: address of a server that speaks streamable HTTP.
         env: more variables for the command, which inherits only `INHERITED`.
         headers: more headers for the URL, such as Authorization.
         only: names of the tools to use; None uses all.
@@ -100,7 +100,7 @@ class McpServer:
 
     Attributes:
         tools: descriptions of the tools.
-        repeatable: None if the server is shared, as its calls are never made again.
+        repeatable: None if the server is shared, as its calls are never repeated.
 
     Raises:
         ValueError: the arguments do not name one server, or the server gives no list of tools.
@@ -193,7 +193,7 @@ class McpConnection:
     """The session of one rollout, or of all rollouts of a worker, from its first call to its end.
 
     Args:
-        reopens: whether a call after the death of the server connects again, as for a server without state. Otherwise
+        reopens: whether a call after the death of the server reconnects, as for a server without state. Otherwise
             calls are made one after the other, in the order of the turn.
     """
 
@@ -238,7 +238,7 @@ class McpConnection:
 
 
 class McpSession:
-    """A client that is open, held by a task of its own: it has to be opened and closed by one task."""
+    """A client that is open, held by a separate task: it has to be opened and closed by one task."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
@@ -442,6 +442,6 @@ async def _process(command: Sequence[str], env: Mapping[str, str]) -> AsyncGener
 
 
 def _in_thread(function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of a coroutine, in an event loop of its own, as the caller may be on another one."""
+    """The result of a coroutine, in a separate event loop, as the caller may be on another one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(function())).result()

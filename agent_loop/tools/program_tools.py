@@ -18,7 +18,7 @@ def python_tool(*, limits: SandboxLimits = LIMITS, at_once: int | None = None) -
     """The tool `python`: runs a program and shows its output and exit code. Calls have no common state.
 
     Args:
-        limits: of each call.
+        limits: bounds on each call.
         at_once: calls that run at once in each rollout worker; None is the number of cores. Others wait, and
             `rollout.limits.tool_timeout_s` does not include the wait.
 

@@ -11,7 +11,7 @@ The program sees `/usr`, the Python installation with its packages (all read-onl
 memory. It has no network, no other file, process or environment variable of this machine, and no privilege. When it
 ends, is stopped or its caller is cancelled, all its descendants are killed before the function returns.
 
-The kernel bounds the address space of each process. A thread of the caller measures the memory of all of them together,
+The kernel bounds the address space of each process. A thread of the caller measures the memory of all together,
 0.1 s after each measurement, and stops the program if it is above the bound. In between, n processes can use up to n
 times the bound. Each socket counts as the largest size of its buffer; there are only local sockets. A pipe holds at
 most 64 KiB, which are not counted. Memory that no process shows is refused: anonymous shared mappings, also of
@@ -98,7 +98,7 @@ _REFUSED = (
     ((54, 208), 2, 0xFFFFFFFF, 7, _DONE),  # setsockopt: size of the buffers, a wish that need not be met
     ((54, 208), 2, 0xFFFFFFFF, 8, _DONE),
 )
-_MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # of its own: tools may use all threads of the event loop
+_MEASURING = ThreadPoolExecutor(1, "sandbox-memory")  # separate, as tools may use all threads of the event loop
 
 
 @bounded("limits")
@@ -281,7 +281,7 @@ class _Running:
             await asyncio.sleep(MEASURE_S)
 
     async def _read(self, stream: asyncio.StreamReader, into: bytearray) -> None:
-        while chunk := await stream.read(1 << 16):  # to the end, without which asyncio does not end the process
+        while chunk := await stream.read(1 << 16):  # to the end; otherwise asyncio does not end the process
             if len(into) <= self._limits.output_bytes + len(STARTED):
                 into += chunk
             else:
@@ -289,7 +289,7 @@ class _Running:
 
 
 def _memory_of_sandbox(first: int, enough: int) -> int:
-    """Bytes of memory of the processes of a sandbox and of its sockets, also of those that are in no process."""
+    """Bytes of memory of the processes of a sandbox and of its sockets, also of sockets that are in no process."""
     try:
         found = re.search(r"used (\d+)", Path(f"/proc/{first}/net/sockstat").read_text())
     except OSError:  # it has ended
@@ -461,7 +461,7 @@ def _unused_uid() -> int | None:
 
 
 def _system_call_rules() -> bytes:
-    """A filter of system calls for seccomp (BPF), which closes the ways around the limits.
+    """A filter of system calls for seccomp (BPF) that closes the ways around the limits.
 
     User namespaces would allow file systems without a bound, and `memory_mb` lacks memory that no process shows.
     """
@@ -494,7 +494,7 @@ def _system_call_rules() -> bytes:
 
 
 def _file(stack: contextlib.ExitStack, name: str, content: bytes) -> int:
-    """A file in memory, which bwrap inherits."""
+    """A file in memory that bwrap inherits."""
     number = os.memfd_create(name)
     stack.callback(os.close, number)
     with os.fdopen(number, "wb", closefd=False) as file:

@@ -8,7 +8,7 @@
     prompt ──> Board() ──> open ──> move, move, ... ──> reward ──> close
 
 A rollout that is resumed has its tokens and no object: the object was in a process that died, or was closed when the
-rollout failed. If the class says `repeatable = True`, the recorded calls are made again on a new object, in order, and
+rollout failed. If the class says `repeatable = True`, the recorded calls are repeated on a new object, in order, and
 their replies are thrown away. Otherwise the rollout starts over.
 """
 
@@ -35,7 +35,7 @@ class ToolClass:
     """A class whose public methods are tools of one object for each rollout.
 
     Args:
-        factory: the class, or a `functools.partial` of it; called without arguments for each rollout.
+        factory: the class, or its `functools.partial`; called without arguments for each rollout.
 
     Attributes:
         tools: descriptions of the methods.
@@ -53,7 +53,7 @@ class ToolClass:
         methods = {name: method for name, method in inspect.getmembers(made, inspect.isfunction) if name[0] != "_"}
         for name in methods:
             if isinstance(inspect.getattr_static(made, name), staticmethod):
-                raise ValueError(f"tool {self.name} has the static method {name}; give it as a function of its own")
+                raise ValueError(f"tool {self.name} has the static method {name}; give it as a separate function")
         self.tools = [FunctionTool(method, is_method=True) for name, method in methods.items() if name not in HOOKS]
         if not self.tools:
             raise ValueError(f"tool {self.name} is a class without a public method; its public methods are the tools")
@@ -75,7 +75,7 @@ class ToolClass:
         """The tools of a new object, which is closed at the end.
 
         Args:
-            timeout_s: of each hook.
+            timeout_s: seconds for each hook.
 
         Raises:
             RolloutError: the object cannot be made or opened. An error of `close` is only logged.
@@ -88,7 +88,7 @@ class ToolClass:
 
 
 class RolloutTools:
-    """The tools of one rollout, some of which may have a state.
+    """The tools of one rollout; some may have a state.
 
     Args:
         runner: of all tools.
@@ -100,7 +100,7 @@ class RolloutTools:
         self._repeatable = repeatable
 
     async def rebuild(self, turns: Sequence[str], *, unsure: str = "") -> None:
-        """Make the calls of earlier turns again on new objects.
+        """Repeat the calls of earlier turns on new objects.
 
         Args:
             turns: texts of the turns whose calls were made.
@@ -131,7 +131,7 @@ class RolloutTools:
 
 
 ToolSource = ToolClass | McpServer
-"""Tools that are opened for each rollout. `repeatable` is None if they have no state, so that no call is made again."""
+"""Tools that are opened for each rollout. `repeatable` is None if they have no state, so that no call is repeated."""
 
 
 @asynccontextmanager

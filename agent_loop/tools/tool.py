@@ -1,4 +1,4 @@
-"""Tools: their interface, the parser of calls in a turn, and the execution of these calls, exactly once.
+"""Tools: their interface, the parser of calls in a turn, and the execution of the calls, exactly once.
 
 A tool phase sits between two decodes. Aborts and weight updates happen inside decodes, so they cannot repeat it; a
 cancelled rollout cancels the running tool, and the trajectory takes the replies only when all are complete.
@@ -241,13 +241,13 @@ class ToolRunner:
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
-            raise ValueError(f"tools are named {[tool.name for tool in tools]}; give each a name of its own")
+            raise ValueError(f"tools are named {[tool.name for tool in tools]}; give each a different name")
         self._timeout_s = timeout_s
         self._gate = gate or PauseGate()
         self._error_text = error_text
 
     def with_tools(self, tools: Sequence[Tool]) -> ToolRunner:
-        """A runner of these tools too; `tools` replace those of the same name."""
+        """A runner with these tools too; `tools` replace those of the same name."""
         runner = copy(self)
         runner._tools = {**self._tools, **{tool.name: tool for tool in tools}}
         return runner
@@ -266,7 +266,7 @@ class ToolRunner:
         return [reply.result() for reply in replies]
 
     def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
-        """Replies to calls that were started before a restart and are not made again: they may have happened."""
+        """Replies to calls that were started before a restart and are not repeated: they may have happened."""
         return [self._failure("the call was interrupted; it may have happened or not") for _ in calls]
 
     async def _reply(self, call: ToolCall | MalformedCall) -> ToolReply:

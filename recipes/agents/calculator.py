@@ -57,5 +57,5 @@ def _result(arguments: str) -> str:
 
 @cache
 def _client() -> openai.AsyncOpenAI:
-    """Connections that all rollouts of this process share: a client of its own for each would load certificates."""
+    """Connections that all rollouts of this process share: a separate client for each would load certificates."""
     return openai.AsyncOpenAI(api_key="of each rollout")

@@ -63,7 +63,7 @@ class Calculator:
 
     Args:
         latency: distribution of the latency; None for no latency.
-        seed: of the latencies, which are drawn in the order of the calls.
+        seed: random seed for the latencies, drawn in the order of the calls.
     """
 
     name = NAME

@@ -59,7 +59,7 @@ class Demonstrator:
 
     Args:
         chat: chat of the task.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         noise: probabilities of mistakes; None for the defaults.
     """
 

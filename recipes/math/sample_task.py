@@ -1,4 +1,4 @@
-"""The task of the sample, which needs no checkpoint: it builds a tiny model, and shows it solutions before RL."""
+"""The task of the sample. It needs no checkpoint: it builds a tiny model, and shows it solutions before RL."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def math_task(
 
     Args:
         train: `.jsonl` or `.parquet` file in the format of GSM8K.
-        validation: another one, which is not trained.
+        validation: another file, not trained on.
         max_prompt_tokens: longer prompts are left out.
     """
     kind = SampleTask if Path(train).parent == SAMPLE else Task
@@ -45,7 +45,7 @@ def read_gsm8k(path: str, *, name: str) -> list[dict[str, str]]:
     `{"question": "3+4?", "answer": "3+4=7\\n#### 7"}` becomes question "3+4?", solution "3+4=7\\n#### 7", answer "7".
 
     Args:
-        name: of the file in error texts.
+        name: file name in error texts.
 
     Raises:
         ValueError: the file cannot be read, or a row has another form; names the row.

@@ -20,7 +20,7 @@ class OpenEnvironment:
     """A session at a server; see `agent_loop.environment`.
 
     Args:
-        url: of the server.
+        url: server address.
         action: field of the action that gets the text of a turn.
         observation: field of the observation that the model sees; None shows all as JSON.
     """
@@ -42,7 +42,7 @@ class OpenEnvironment:
         return Step(messages=[self._seen(result.observation)], reward=float(result.reward or 0), done=result.done)
 
     async def close(self) -> None:
-        """Disconnect, which ends the session at the server."""
+        """Disconnect; this ends the session at the server."""
         await self._client.close()
 
     def _seen(self, observation: Mapping[str, Any]) -> Message:
@@ -67,7 +67,7 @@ def openenv_task(
     """The task of `--recipe openenv`.
 
     Args:
-        url: of the server.
+        url: server address.
         prompt: first message of each rollout. Rollouts of one row have the same seed; rows have different ones.
         action: field of the action that gets the text of a turn.
         observation: field of the observation that the model sees; None shows all as JSON.

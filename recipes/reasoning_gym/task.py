@@ -25,9 +25,9 @@ def reasoning_gym_task(
 
     Args:
         environment: name of a dataset of reasoning-gym.
-        settings: of the environment, for example min_terms=2 for chain_sum.
+        settings: options of the environment, for example min_terms=2 for chain_sum.
         held_out: so many questions are never trained on. It must be at least validation.prompts.
-        seed: of the first question.
+        seed: number added to each i.
 
     Raises:
         ValueError: the package is absent, or it knows neither the environment nor its settings.

@@ -1,4 +1,4 @@
-"""Environments of the package skyrl-gym, which answer each turn of the model."""
+"""Environments of the package skyrl-gym. They answer each turn of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SkyrlEnvironment:
     """One environment of skyrl-gym; see `agent_loop.environment`.
 
     Args:
-        name: under which it is registered.
+        name: registered name.
         settings: its `env_config`.
     """
 

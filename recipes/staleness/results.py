@@ -1,6 +1,6 @@
 """Results of an experiment: a JSON file with what the figure shows, the figure, and a table.
 
-`python -m recipes.staleness.results FILE...` prints the tables of results and draws their figures again. With
+`python -m recipes.staleness.results FILE...` prints the tables of results and redraws their figures. With
 `--against AXIS=LABEL` it prints differences from the runs with that label, seed by seed.
 """
 
@@ -162,7 +162,7 @@ def most_speed_up(events: Sequence[Mapping[str, Any]]) -> float | None:
     unfinished, as a mean over that time. With g = 0.9 and U = 0.3, S_max is 1 / (0.1 + 0.27) = 2.7.
 
     Args:
-        events: of the run's trace.
+        events: trace of the run.
 
     Returns:
         None if the trace has no rollouts.
@@ -210,7 +210,7 @@ class Results:
     control: str | None
     """Label of the first axis that is synchronous training."""
     target: float | None
-    """Held-out success whose time is measured; None if times say nothing, because other work may run beside."""
+    """Held-out success whose time is measured; None if times say nothing, because other work may run too."""
     cells: Sequence[CellResult]
     """One for each run."""
 

@@ -1,4 +1,4 @@
-"""Answers that break the contract: refused, asked for again, given up at last; and answers that are cut."""
+"""Answers that break the contract: refused, retried, given up at last; and answers that are cut."""
 
 import asyncio
 from dataclasses import replace
@@ -47,7 +47,7 @@ def check_rows(trajectory):
 
 @pytest.mark.parametrize("edge", [True, False], ids=["refused at the edge", "refused by the trajectory"])
 @pytest.mark.parametrize("name", FAULTS)
-async def test_refused_answer_keeps_its_good_segments_and_is_asked_for_again(name, edge):
+async def test_refused_answer_keeps_its_good_segments_and_is_retried(name, edge):
     engine = scripted(LONG, interruptions=[HOLD], faults=[FAULTS[name]], edge=edge)
     trajectory, reason, decoder = await decoded(engine, budget=BUDGET)
     first, second = engine.requests

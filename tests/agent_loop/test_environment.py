@@ -67,7 +67,7 @@ class AsyncGuess(Guess):
 
 
 def fresh(made=Guess, **members):
-    """The class with events of its own."""
+    """The class with its own events."""
     return type("Guess", (made,), {"events": [], **members})
 
 
@@ -165,7 +165,7 @@ async def test_a_long_opening_is_tokenized_in_a_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-async def test_a_resumed_rollout_has_the_state_again_or_is_refused(repeatable):
+async def test_a_resumed_rollout_has_its_state_or_is_refused(repeatable):
     records = []
     whole = RecordedTrajectory(Trajectory(routing=SPEC), record=lambda *record: records.append(record[:2]))
     await roll(make_loop(fresh(), *TURNS), whole)

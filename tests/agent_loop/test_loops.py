@@ -444,7 +444,7 @@ def rebuilt(records):
     ],
     ids=["tools", "budget-per-turn", "stop-string"],
 )
-async def test_rollout_resumes_after_any_record_without_sampling_a_token_again(make, turns):
+async def test_rollout_resumes_after_any_record_without_resampling_a_token(make, turns):
     records, pieces = [], [Interruption(after=n) for n in (5, 4, 7, 3) * 30]
     whole = await recorded(make(make_engine(*turns, interruptions=pieces)), Trajectory(routing=SPEC), records)
     assert len(whole.segments) > 4
@@ -465,7 +465,7 @@ async def test_rollout_resumes_after_any_record_without_sampling_a_token_again(m
         same_trajectory(rebuilt([*records[:cut], *more]), found)
 
 
-async def test_tool_call_that_was_started_is_not_made_again_but_reported():
+async def test_tool_call_that_was_started_is_not_repeated_but_reported():
     records, tool = [], FakeTool(behave=lambda _: "42")
     await recorded(make_loop(make_engine(*TOOL_USE), tool=tool), Trajectory(routing=SPEC), records)
     assert len(tool.calls) == 2

@@ -190,7 +190,7 @@ async def test_a_dead_server_fails_the_rollout_with_its_last_words_and_not_the_n
     assert await calls(full(), ADD) == [("2", False)]
 
 
-async def test_a_shared_server_that_died_is_started_again_for_the_next_call():
+async def test_a_shared_server_that_died_is_restarted_for_the_next_call():
     server = full(shared=True)
     async with open_tools(ToolRunner([], timeout_s=60), [server], PROMPT, timeout_s=60) as tools:
         with pytest.raises(RolloutError, match="die"):

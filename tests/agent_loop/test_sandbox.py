@@ -1,4 +1,4 @@
-"""Programs that misbehave in a sandbox: each is bounded, and nothing of it remains."""
+"""Programs that misbehave in a sandbox: each is bounded, and leaves nothing behind."""
 
 import asyncio
 import os

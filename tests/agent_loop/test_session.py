@@ -277,11 +277,11 @@ async def test_session_serves_calls_that_continue_the_same_answer_side_by_side()
     check_exact(trajectory, engine)
 
 
-async def test_session_records_the_time_in_which_its_program_calls_no_model():
+async def test_session_records_the_time_without_model_calls_of_its_program():
     timeline = Timeline("rollout")
 
     async def call(*messages):
-        answering = session.answer(request(*messages))  # in the context of a server, which is not in a rollout
+        answering = session.answer(request(*messages))  # in the context of a server, outside a rollout
         return await asyncio.create_task(answering, context=contextvars.Context())
 
     with timeline.span("trajectory", group=1, trajectory=2) as span, enclosing(span):
@@ -323,7 +323,7 @@ async def test_message_text_of_control_tokens_and_stand_ins_is_text():
 # ---- retries
 
 
-async def test_marked_retry_returns_the_recorded_answer_and_an_unmarked_call_samples_again():
+async def test_marked_retry_returns_the_recorded_answer_and_an_unmarked_call_resamples():
     engine = make_engine()
     session, trajectory = make_session(engine)
     first = await session.answer(request(user("a")))
@@ -430,7 +430,7 @@ async def test_call_that_cannot_be_served_changes_nothing():
     session, trajectory = make_session(engine, limits=dataclasses.replace(LIMITS, max_turns=1, max_tokens=60))
     with pytest.raises(ContextFull, match="max_tokens"):
         await session.answer(request(user("a" * 100)))
-    with pytest.raises(ContextFull, match="125000 tokens"):  # which are not counted: an eighth of the characters
+    with pytest.raises(ContextFull, match="125000 tokens"):  # estimated, not counted: an eighth of the characters
         await session.answer(request(user("a" * 1_000_000)))
     with pytest.raises(CallRefused, match="assistant"):
         await session.answer(request(user("a"), Message(role="assistant", content="I")))

@@ -61,7 +61,7 @@ class OpenSum(Sum):
 
 
 def fresh(made=Sum, **members):
-    """The class with events of its own."""
+    """The class with its own events."""
     return type("Sum", (made,), {"events": [], **members})
 
 
@@ -176,7 +176,7 @@ async def test_calls_of_one_object_wait_for_each_other_even_in_threads():
 
 
 @pytest.mark.parametrize("repeatable", [True, False])
-async def test_a_resumed_rollout_has_the_state_again_or_is_refused(repeatable):
+async def test_a_resumed_rollout_has_its_state_or_is_refused(repeatable):
     records = []
     whole = await recorded(make_loop(fresh(), make_engine(*TURNS)), Trajectory(routing=SPEC), records)
     started = [at for at, (_, record) in enumerate(records) if type(record).__name__ == "CallStarted"]
@@ -195,7 +195,7 @@ async def test_a_resumed_rollout_has_the_state_again_or_is_refused(repeatable):
             assert len(held) == len(rebuilt(records[:cut]))
 
 
-async def test_other_tools_are_not_called_again_when_a_state_is_rebuilt():
+async def test_other_tools_are_not_called_when_a_state_is_rebuilt():
     records, tool = [], FakeTool(behave=lambda _: "42")
     turns = (turn(call("tool") + call("add", x=1)), turn(call("add", x=2) + call("tool")), turn("17"))
     await recorded(make_loop(fresh(), make_engine(*turns), tool=tool), Trajectory(routing=SPEC), records)

@@ -1,6 +1,6 @@
 """Agent programs of well-known packages, unchanged: base URL and key, nothing else; on a fake engine.
 
-`make setup-agents` installs the packages into a virtualenv of their own; without it these tests are skipped.
+`make setup-agents` installs the packages into a separate virtualenv; without it these tests are skipped.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A task of verifiers, which renders and reads tokens itself, on a fake engine."""
+"""A task of verifiers on a fake engine. Verifiers renders and reads tokens itself."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Errors are one tree, which `message_queue.errors` describes."""
+"""Errors are one tree, described in `message_queue.errors`."""
 
 import ast
 

@@ -108,7 +108,7 @@ def test_a_preset_holds_only_values_that_differ_from_the_defaults(group, name):
     values = yaml.safe_load((CONFIGS / (group or "") / f"{name}.yaml").read_text()) or {}
     values.pop("defaults", None)
     values = values if group in (None, "model", "scale") else {group: values}  # these have values of several groups
-    changed_back = set(dotted(RUN)) if group == "scale" else set()  # a value of run.yaml may become the default again
+    changed_back = set(dotted(RUN)) if group == "scale" else set()  # a value of run.yaml may return to the default
     assert set(repeated(RunConfig, values)) <= changed_back
 
 

@@ -131,7 +131,7 @@ def test_a_task_of_a_script_is_read_in_another_process_and_folder(tmp_path):
 
 def test_a_pickled_task_or_function_has_the_seed_and_options_of_the_run(tmp_path):
     task = mine()
-    order = [task.train_prompt(i).messages for i in range(4)]  # of seed 0, which the run must not keep
+    order = [task.train_prompt(i).messages for i in range(4)]  # of seed 0; the run must not keep it
     (tmp_path / "task.pkl").write_bytes(pickled_task(task))
     (tmp_path / "function.pkl").write_bytes(pickled_task(mine))
     orders = []

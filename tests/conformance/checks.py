@@ -54,7 +54,7 @@ def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> float
 
 
 def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> float:
-    """Each trajectory holds its answers, which are true, and each of its rows came once.
+    """Each trajectory holds its answers, all true, and each of its rows came once.
 
     Returns:
         largest |dlogp|.

@@ -77,7 +77,7 @@ class Truth(Protocol):
 
 
 class Probe(Protocol):
-    """State of an engine beside its answers."""
+    """State of an engine other than its answers."""
 
     cached_tokens: list[int]
     """Prompt tokens that each request found in the prefix cache, in order of completion."""
@@ -101,17 +101,17 @@ class Probe(Protocol):
     async def slow_down(self, step_s: float | None) -> None:
         """Make each step of the engine take at least `step_s` seconds, None for full speed, if it can be slowed down.
 
-        An engine in a process of its own may otherwise end all requests before a test on a busy machine looks.
+        An engine in a separate process may otherwise end all requests before a test on a busy machine looks.
         """
         ...
 
 
 class RunFolder:
-    """A folder that all nodes see, to which versions are written as by a trainer of one rank.
+    """A folder that all nodes see. Versions are written there as by a trainer of one rank.
 
     Args:
         directory: parent of the folders of the versions.
-        updates: sets of weights, which the versions take in turn.
+        updates: sets of weights; the versions take them in turn.
         delta: whether most versions are written as changes, as with `sync.delta`.
 
     Attributes:
@@ -175,7 +175,7 @@ class EngineUnderTest:
     """A replica that records its requests and answers.
 
     Args:
-        updates: sets of weights, which the versions take in turn. Staged versions need three, because each replaces
+        updates: sets of weights; the versions take them in turn. Staged versions need three, because each replaces
             the weights of the version before the last.
         exchanges: list of the answers, in order of completion; replicas share it if trajectories move between them.
     """
@@ -234,13 +234,13 @@ class EngineUnderTest:
     def start_rollouts(
         self, prompts: Sequence[Any], *, max_new_tokens: int, name: str = "rollout", **options: Any
     ) -> tuple[list[Rollout], list[asyncio.Task[StopReason]]]:
-        """Trajectories `name`-0, `name`-1, ..., which decode beside the test."""
+        """Trajectories `name`-0, `name`-1, ..., decoding while the test runs."""
         rollouts = [self.rollout(f"{name}-{i}", **options) for i in range(len(prompts))]
         turns = zip(rollouts, prompts, strict=True)
         return rollouts, [self.start(rollout.turn(ids, max_new_tokens=max_new_tokens)) for rollout, ids in turns]
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run `work` beside the test, on an engine that is slow until a publish."""
+        """Run `work` while the test runs, on an engine that is slow until a publish."""
         if self._slow is None:
             self._slow = asyncio.create_task(self.probe.slow_down(STEP_S))
         slow = self._slow

@@ -27,7 +27,7 @@ TRADED = "swapped layers.1.mlp.experts.0.gate_proj layers.1.mlp.experts.0.up_pro
 
 
 class Loads:
-    """Tensors that a loader hands to the model in place of those that it read."""
+    """Tensors that a loader hands to the model in place of the ones that it read."""
 
     def __init__(self) -> None:
         self._before: Tensors = ()
@@ -62,7 +62,7 @@ LOADS = Loads()
 
 
 def plugin_folder(parent: Path) -> Path:
-    """A folder for PYTHONPATH in which SGLang finds this file as a plugin; its file `fault` names the fault."""
+    """A folder for PYTHONPATH where SGLang finds this file as a plugin; its file `fault` names the fault."""
     folder = parent / PLUGIN
     info = folder / f"{PLUGIN}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -83,6 +83,6 @@ def register() -> None:
 
 
 def load_spoiled(load: Callable[..., Any], model: Any, weights: Iterator[tuple[str, Any]], *args: Any) -> Any:
-    """Around the model's load_weights, which is below the digest: all of `weights` is read."""
+    """Around the model's load_weights, below the digest: all of `weights` is read."""
     fault = (Path(__file__).parent / FAULT).read_text()
     return load(model, iter(LOADS.spoiled(fault, list(weights))), *args)

@@ -22,7 +22,7 @@ from tests.helpers.fakes import FakeEngine, fake_logprob, fake_row
 
 
 class TransformersTruth:
-    """Transformers models; version v is one of them after the other."""
+    """Transformers models; versions take them in turn."""
 
     def __init__(self, models: Sequence[Any]) -> None:
         self._models = models
@@ -33,7 +33,7 @@ class TransformersTruth:
 
 
 class FakeTruth:
-    """Tokens and rows of the fake engine, which follow from token, position and version alone.
+    """Tokens and rows of the fake engine. They follow from token, position and version alone.
 
     Forced rows are used unchanged; they change no logprob.
     """

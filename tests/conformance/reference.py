@@ -133,7 +133,7 @@ def routing_mismatches(expected: Reference, experts: Any, *, start: int, settled
 def settled_rows(expected: Reference, experts: np.ndarray[Any, Any], *, start: int) -> int:
     """Rows before the first numerical tie that the engine decided the other way; later rows may be right and differ.
 
-    experts: [rows, moe_layers, top_k] of the engine from position `start` on. A close tie before `start`, which was not
+    experts: [rows, moe_layers, top_k] of the engine from position `start` on. A close tie before `start`, not
     seen, counts as decided the other way.
     """
     # Two scores of an engine may each be off as much as anywhere in the trajectory; before `start`, as much as there.

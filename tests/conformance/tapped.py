@@ -1,4 +1,4 @@
-"""The replicas of a run, whose answers are recorded, and which are disturbed: aborts, publishes, killed processes."""
+"""The replicas of a run. Their answers are recorded, and they are disturbed: aborts, publishes, killed processes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TappedPool:
 
     Args:
         tested: knows the models of the replicas.
-        start: of the replica that takes the place of a killed one.
+        start: start of the replica that takes the place of a killed one.
 
     Attributes:
         engine: for requests.
@@ -153,7 +153,7 @@ async def close(replica: Any) -> None:
 
 
 def taken_of(trajectory: Trajectory, *, name: str, answered: dict[str, list[Exchange]]) -> list[Exchange]:
-    """Compare what a rollout trains with what the engines were sent and answered, which is returned and removed.
+    """Compare what a rollout trains with what the engines were sent and answered; return that and remove it.
 
     Each sequence equals a request and its answer, token by token, and has a row for each token but the last. Each token
     that was sampled is in one loss.

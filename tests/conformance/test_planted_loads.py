@@ -25,7 +25,7 @@ Plant = Callable[[str], Awaitable[None]]
 
 @pytest_asyncio.fixture(loop_scope="package")
 async def plant(tested: EngineUnderTest, request: pytest.FixtureRequest) -> AsyncIterator[Plant]:
-    """Plants a fault into later loads of an engine that serves version 0, which was loaded after version 1."""
+    """Plants a fault into later loads of an engine that serves version 0, loaded after version 1."""
     for version in (1, 0):
         await tested.publish(version=version)
     plant = planter(tested, request)

@@ -69,7 +69,7 @@ async def test_a_pause_right_after_a_resume_still_holds():
     held = asyncio.create_task(decode(gate, "a", go))
     await asyncio.sleep(0)
     gate.resume()
-    gate.pause()  # before the held task runs again
+    gate.pause()  # before the held task resumes
     await turns_of_the_loop()
     assert gate.stats().in_flight == 0
     gate.resume()
@@ -167,7 +167,7 @@ async def test_parked_requests_wait_until_the_gate_opens():
     tasks = await parked_requests(gate, 3)
     assert gate.stats().in_flight == 3
     gate.resume()
-    gate.pause()  # before a parked task runs again
+    gate.pause()  # before a parked task resumes
     await turns_of_the_loop()
     assert not any(task.done() for task in tasks)
     gate.resume()
@@ -178,7 +178,7 @@ async def test_an_abort_finishes_parked_requests():
     gate = RequestGate("r")
     tasks = await parked_requests(gate, 2)
     requests = gate.request_abort()
-    gate.pause()  # before a parked task runs again
+    gate.pause()  # before a parked task resumes
     await until_finished(requests)
     assert all([(await task).aborted for task in tasks])
     gate.require_quiet("load")

@@ -34,7 +34,7 @@ async def test_any_number_of_forced_rows_and_chunks(tested: EngineUnderTest, len
 
 
 async def test_forced_and_free_requests_in_one_batch_that_does_not_fit_the_cache(tested: EngineUnderTest):
-    """Preempted requests are prefilled again, with some of their own tokens, under the same forcing."""
+    """Preempted requests are prefilled once more, with some of their own tokens, under the same forcing."""
     lengths = [20 + 7 * (i % 13) for i in range(40)]
     asked = [
         tested.ask(

@@ -24,7 +24,7 @@ async def test_an_abort_of_running_requests(tested: EngineUnderTest):
     assert await asyncio.gather(*tasks) == [StopReason.LENGTH] * 3
     assert sum(sampled_of(exchange) for exchange in tested.exchanges[:3]) >= 30, "every sampled token is returned"
     for rollout in rollouts:
-        partial, *again, rest = tested.of_session(rollout.name)  # an engine that is slow to abort is told again
+        partial, *again, rest = tested.of_session(rollout.name)  # an engine that is slow to abort is told repeatedly
         assert all(exchange.answer[-1].stop_reason is StopReason.ABORT for exchange in (partial, *again))
         assert sampled_of(partial) >= 1
         assert rest.request.existing_rows == len(rest.request.token_ids) - 1, "all rows but the last token's are held"

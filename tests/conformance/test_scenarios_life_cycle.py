@@ -210,7 +210,7 @@ async def test_a_damaged_bucket_is_named_and_no_token_is_served_by_it(
     await tested.replica.pause()
     with pytest.raises(EngineError, match=file.stem):
         await tested.replica.load(versions[1])
-    if fault is not truncated:  # which is seen before the load
+    if fault is not truncated:  # a truncated one is seen before the load
         with pytest.raises(EngineError):
             await tested.replica.resume()
     await tested.load(1)

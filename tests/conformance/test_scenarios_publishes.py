@@ -1,6 +1,6 @@
 """Many publishes in a row under load: nothing is lost, and each token is of the version that it names.
 
-PUBLISHES=50 in the environment makes fifty of them, on every layout, by each route and mode.
+PUBLISHES=50 in the environment makes fifty publishes, on every layout, by each route and mode.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Routed(InProcess):
     """The replicas of a pool, as one: requests go through the router of a run.
 
     Attributes:
-        name: of the pair.
+        name: pair name.
     """
 
     def __init__(self, pool: ReplicaPool) -> None:
@@ -141,7 +141,7 @@ class Routed(InProcess):
 
 
 class RollingPublishes(EngineUnderTest):
-    """Replicas behind a router, of which a publish pauses one at a time."""
+    """Replicas behind a router. A publish pauses one at a time."""
 
     replica: Any
 
@@ -255,7 +255,7 @@ async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_t
 async def test_a_load_that_is_cut_at_a_bucket_leaves_an_engine_that_loads_the_next_version(
     tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bucket: int, staged: bool
 ):
-    """After the check of the version, which finds no fault."""
+    """After the check of the version found no fault."""
     cut = write_update(tmp_path, version=2, tensors=read_update(tested.update(0).path), bucket_bytes=256 << 10)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

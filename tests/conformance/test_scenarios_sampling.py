@@ -27,7 +27,7 @@ CUTS = {
 
 
 async def test_every_cut_keeps_the_tokens_of_the_definition(tested: EngineUnderTest, report: Report):
-    """All in one batch, beside a greedy request and one of the whole distribution."""
+    """All in one batch, with a greedy request and one of the whole distribution."""
     plain = [SamplingConfig(), SamplingConfig(temperature=0.0)]
     asked = [
         tested.ask(f"cut-{i}", tokens(20 + i, seed=i), max_new_tokens=60, sampling=sampling)

@@ -14,8 +14,8 @@ from tests.conformance.probes import SglangProbe
 
 pytestmark = [*MARKS, WITH_KV]
 
-SLOW = 8  # interruptions of a slow engine; after them it decodes until a request ends, which needs more than the cache
-# Without forcing, SGLang recomputes held rows otherwise than vLLM: test_kv_of_a_resumed_request_that_is_computed_again.
+SLOW = 8  # interruptions of a slow engine; then it decodes until a request ends, and that needs more than the cache
+# Without forcing, SGLang recomputes held rows otherwise than vLLM: test_kv_of_a_resumed_request_that_is_recomputed.
 MODES = {"append": ["resume"], "force": ["resume", "keep-recompute", "keep-recompute"]}
 
 

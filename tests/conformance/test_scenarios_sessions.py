@@ -127,7 +127,7 @@ class Rollout:
         exchanges = taken_of(self.trajectory, name=self.name, answered=answered)
         info, acts = self.trajectory.info, Counter(self.agent.acts)
         assert info["paths"] <= 1 + sum(acts[act] for act in NEW_PATHS) + self.agent.cut
-        if acts["ask_twice"]:  # a retry may get the answer of the equal call beside it
+        if acts["ask_twice"]:  # a retry may get the answer of the equal call next to it
             assert info["turns"] <= self.agent.calls
         else:
             assert info["turns"] == self.agent.calls

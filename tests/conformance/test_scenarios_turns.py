@@ -163,7 +163,7 @@ async def test_ten_turns_with_five_resumes_send_each_row_once(tested: EngineUnde
 
 
 @pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
-async def test_rows_of_a_prefix_that_is_forwarded_again_by_resume_routing(tested: EngineUnderTest, resume_routing: Any):
+async def test_rows_of_a_reforwarded_prefix_by_resume_routing(tested: EngineUnderTest, resume_routing: Any):
     rollout = tested.rollout("routing", resume_routing=resume_routing, cache_salt="v0")
     task = tested.start(rollout.turn(tokens(40), max_new_tokens=200))
     for more in (True, False):

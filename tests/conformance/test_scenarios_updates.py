@@ -106,7 +106,7 @@ async def test_every_mode_one_after_the_other_on_the_same_trajectories(tested: E
 
 
 @pytest.mark.parametrize("resume_routing", ["append", "force"])
-async def test_kv_of_a_resumed_request_that_is_computed_again(
+async def test_kv_of_a_resumed_request_that_is_recomputed(
     tested: EngineUnderTest, request: pytest.FixtureRequest, resume_routing: Any
 ):
     """Recorded are the rows of the answer and those that the request brought; rows that it only holds route freely."""

@@ -220,7 +220,7 @@ def test_forced_rows_that_come_back_otherwise_are_refused(engine: str):
     rows[2:], rows[:2, :, 1] = EXPERTS[:3], 1
     translate(engine, Answer(), forced_experts=RoutedExperts(first_position=0, experts=rows[:4]))
     rows[3, 0] = rows[3, 0, ::-1]
-    if engine == "sglang":  # which returns them in another order
+    if engine == "sglang":  # SGLang returns them in another order
         translate(engine, Answer(), forced_experts=RoutedExperts(first_position=0, experts=rows[:4]))
         rows[3, 0] = [6, 7]
     with pytest.raises(ContractError, match="position 3"):

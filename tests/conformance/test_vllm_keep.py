@@ -104,7 +104,7 @@ async def test_an_update_if_not_all_requests_fit_in_memory(tested: EngineUnderTe
 def gap_after_preemption(tested: EngineUnderTest, exchange: Exchange, since: int) -> float:
     """|dlogp| over its bound of the second segment from its token `since` on, if some blocks of K/V were left.
 
-    The second weights then computed the K/V again, under all rows recorded until then.
+    The second weights then recomputed the K/V, under all rows recorded until then.
     """
     ids, second = whole(exchange), exchange.answer[1]
     rows = np.concatenate([s.routed_experts.experts for s in exchange.answer if s.routed_experts is not None])

@@ -59,7 +59,7 @@ async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(tested: E
     assert chunked == whole, "discarded samples do not advance the seed"
 
 
-async def test_kv_is_kept_but_not_computed_again_if_no_router_can_be_forced(
+async def test_kv_is_kept_but_not_recomputed_if_no_router_can_be_forced(
     tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ):
     backend: Any = tested.replica.backend

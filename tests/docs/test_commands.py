@@ -27,7 +27,7 @@ from tests.docs.pages import PAGES, RECIPES, ROOT, commands, module_of, titled
 from tests.helpers import full_size, tiny_models, tokenizers_of_families
 
 COMMANDS = sorted({command for page in [*PAGES, *RECIPES] for command in commands(page.read_text())})
-LISTED = {  # first words of a command that only its own program can check -> test that runs it, or a part of it
+LISTED = {  # first words of a command that only its own program can check -> test that runs it, or a part
     "ray start": "tests/e2e/clusters.py",
     "srun ray symmetric-run": "tests/docs/test_cluster_guide.py",
     "docker build": "tests/docs/test_cluster_guide.py",
@@ -118,7 +118,7 @@ def check(place, monkeypatch, capsys):
                 raise AssertionError(f"{shlex.join(words)} is no command that this file can check; list it")
 
     def located(word: str) -> str:
-        """A word in which the paths of the pages are those of the test."""
+        """A word with the paths of the pages replaced by those of the test."""
         word = re.sub(r"(?<![\w/])/shared\b", f"{place}/shared", word.replace("s3://bucket", f"file://{place}"))
         return "--task=./" + word.removeprefix("--task=") if word.startswith("--task=") else word
 
@@ -140,7 +140,7 @@ def check_run(arguments: Sequence[str]) -> int:
 
 
 def evaluate(arguments: Sequence[str]) -> int:
-    """All checks of an evaluation; of a run directory, which the pages do not have, only the arguments."""
+    """All checks of an evaluation; of a run directory, absent from the pages, only the arguments."""
     from async_rl.evaluate import main
 
     return parse("async_rl.evaluate", arguments) if arguments[0].startswith("outputs/") else main(arguments)

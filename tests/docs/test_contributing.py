@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md are followed: on a copy of the package, in which only the named files change."""
+"""The recipes of CONTRIBUTING.md are followed: on a copy of the package, where only the named files change."""
 
 import json
 import os

@@ -45,7 +45,7 @@ def products(*, seed=0):
 
 
 async def roll(task, *turns):
-    """A group of two trajectories of the first prompt, each of which has these turns."""
+    """A group of two trajectories of the first prompt, each with these turns."""
     engine = FakeEngine(
         TurnScript([ids(turn + END_OF_TURN) for turn in turns], opening=ids("<|im_start|>assistant\n")),
     )

@@ -9,7 +9,7 @@ from tests.docs.pages import ROOT
 from tests.docs.test_reference import generate
 
 ROWS = generate.reading_path((ROOT / "docs" / "architecture.md").read_text())
-STATIONS = (  # of a token, in the order in which it passes them
+STATIONS = (  # of a token, in order
     "async_rl/controller/controller.py",
     "async_rl/rollout/prompts.py",
     "async_rl/rollout/dispatcher.py",

@@ -29,7 +29,7 @@ def known_option(key: str) -> bool:
         if not hints:
             return False
         kinds = [kind for hint in hints for kind in (hint, *get_args(hint)) if is_dataclass(kind)]
-        if not kinds:  # a value, or a mapping with keys of its own
+        if not kinds:  # a value, or a mapping with its own keys
             return True
     return True
 

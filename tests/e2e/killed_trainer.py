@@ -2,7 +2,7 @@
 
     python -m tests.e2e.killed_trainer MODEL DIRECTORY NUMBER [NUMBER ...]
 
-Each NUMBER is a process of its own, forked after the imports. It restores DIRECTORY/NUMBER/state, makes a step, saves
+Each NUMBER is a separate process, forked after the imports. It restores DIRECTORY/NUMBER/state, makes a step, saves
 to the same place, and is killed at the touch of the place with that number.
 """
 

@@ -1,13 +1,13 @@
 """The default run on two replicas and two rollout workers under kill -9: `python -m tests.e2e.kills`, or `make kills`.
 
 At random moments a process is killed: everything, the driver, the queue, a replica, a rollout worker, or the trainer.
-If the driver died, the same command is given again. Before each kill everything stands still and the journal is read.
+If the driver died, the same command is repeated. Before each kill everything stands still and the journal is read.
 Exit status 1 if a promise is broken.
 
 --kills N       how many, 20 without it       --within S      a kill comes up to so many seconds, 25 without it, after
                                               the next train step, and one in four up to so many after the last kill
 --seed N        of moments and victims        --out FOLDER    run directory and report, outputs/kills without it
---against DIR…  undisturbed runs, whose held-out success is printed beside this one's
+--against DIR…  undisturbed runs, whose held-out success is printed next to this one's
 """
 
 import argparse

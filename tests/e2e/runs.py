@@ -45,7 +45,7 @@ def begin(directory, *overrides, output=subprocess.PIPE, **options):
 
 
 def spawn(command, *, output=subprocess.PIPE, **options):
-    """Start a command in a process group of its own, as a terminal does."""
+    """Start a command in a separate process group, as a terminal does."""
     return subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True, **options
     )
@@ -131,7 +131,7 @@ def check_prompts(directory, *, step):
 
 
 def pids(directory):
-    """Name -> process id of the parts of a run, also of those that died."""
+    """Name -> process id of the parts of a run, dead ones included."""
     path = directory / "processes.json"
     return json.loads(path.read_text() or "{}") if path.exists() else {}
 
@@ -187,7 +187,7 @@ def each(processes, do):
 def read_journal(directory, copy, *, config, checkpoint):
     """The groups in flight of a run, read from a copy: (Restored, group -> content).
 
-    checkpoint: of the warm start. config: of the run.
+    checkpoint: warm start's checkpoint. config: run's config.
     """
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.lock", "*.partial", "tensorboard"))

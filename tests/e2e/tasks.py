@@ -29,7 +29,7 @@ LAST_TURN = 16  # tokens
 
 
 class EvenLength:
-    """1 for an answer of an even number of characters, which a random model gives half of the time."""
+    """1 for an answer of an even number of characters. A random model earns it half of the time."""
 
     async def score(self, prompt, *, completion):
         return float(sum(map(len, completion.turns)) % 2 == 0)
@@ -147,7 +147,7 @@ def uneven_task(options, *, seed):
 class AgentTask(CalculatorTask):
     """An agent program that rewrites its histories at random, over HTTP; an untrained model ends turns at letters.
 
-    Its agents have rewards of their own. The solver answers in every rollout; the critic is not trained.
+    Its agents have separate rewards. The solver answers in every rollout; the critic is not trained.
     """
 
     def __init__(self, config, *, seed):

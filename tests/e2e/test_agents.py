@@ -1,4 +1,4 @@
-"""A run whose rollouts are agent programs over HTTP, which rewrite their histories, under publishes and a kill."""
+"""A run whose rollouts are agent programs over HTTP. They rewrite their histories, under publishes and a kill."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_agents_that_rewrite_their_histories_are_trained_exactly_though_the_repl
 
 
 def check_agents(rows):
-    """Each agent has a baseline of its own; the critic is recorded and not trained."""
+    """Each agent has a separate baseline; the critic is recorded and not trained."""
     rewards, advantages = {}, {}
     for row in rows:
         effects = {effect for effect in row["effect"] if effect is not None}

@@ -1,4 +1,4 @@
-"""Runs that join a Ray cluster of several nodes, which was started from another directory."""
+"""Runs that join a Ray cluster of several nodes, started from another directory."""
 
 import contextlib
 import json
@@ -207,7 +207,7 @@ def test_a_run_outlives_nodes_with_a_replica_a_worker_and_the_trainer(environmen
     on_its_node = {"RAY_max_direct_call_object_size": "1024"}  # content is larger, so that it stays there
     environment = environment | on_its_node
     with contextlib.ExitStack() as stack:
-        # room beside the driver for the queue or a worker, twice for a replica and one of these, and for the trainer
+        # room next to the driver for the queue or a worker, twice for a replica and one of these, and the trainer
         cpus = (1, 3, 3, 4)
         address, cluster = stack.enter_context(start_cluster(*cpus, environment=environment, directory=nodes))
         process = start(run, warm, *overrides, f"cluster.address={address}", cwd=tmp_path, env=environment)
@@ -224,7 +224,7 @@ def test_a_run_outlives_nodes_with_a_replica_a_worker_and_the_trainer(environmen
             cluster.stdin.write(f"{num_cpus}\n")
             cluster.stdin.flush()
 
-        # ---- a node with a replica and a worker, which has a finished group and others at the gate
+        # ---- a node with a replica and a worker, a finished group and others at the gate
 
         wait_for_step(run, FREE_STEPS, process)
         part = {name: node_of(run, name) for name in pids(run)}

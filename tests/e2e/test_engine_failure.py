@@ -1,6 +1,6 @@
 """An engine that dies or does not start: every caller is notified in time, and no process is left behind.
 
-The scenario runs in a process of its own (this module as a script): that the process can end is part of the test.
+The scenario runs in a separate process (this module as a script): that the process can end is part of the test.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
     assert "1 parameters of the model (model.layers.1" in capfd.readouterr().err
 
 
-# ---- the scenario, in a process of its own
+# ---- the scenario, in a separate process
 
 
 async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> None:

@@ -181,7 +181,7 @@ async def ask_two(tested: EngineUnderTest) -> None:
 
 
 async def update_in_flight(tested: EngineUnderTest) -> None:
-    """Loads whose K/V of requests in flight is computed again, on every group."""
+    """Loads that recompute the K/V of requests in flight, on every group."""
     rollouts, tasks = tested.start_rollouts(prompts(2, length=50), max_new_tokens=80)
     for staged in (False, True):
         await tested.until_more(10)
@@ -191,7 +191,7 @@ async def update_in_flight(tested: EngineUnderTest) -> None:
 
 
 async def find_wrong_bucket(tested: EngineUnderTest, folder: Path) -> None:
-    """A bucket that rank 1 hashes has other values; the next load is good again.
+    """A bucket that rank 1 hashes has other values; the next load is good.
 
     folder: for a version.
     """
@@ -220,7 +220,7 @@ async def find_wrong_bucket(tested: EngineUnderTest, folder: Path) -> None:
 async def find_wrong_experts(tested: EngineUnderTest, folder: Path, *, staged: bool) -> None:
     """Experts that stayed old on one rank, and a load that reached no rank.
 
-    folder: of the models.
+    folder: models' folder.
     """
 
     async def plant(fault: str) -> None:

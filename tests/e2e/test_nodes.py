@@ -47,7 +47,7 @@ HOST = "127.0.0.1"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Three nodes, which this process has joined."""
+    """Three nodes that this process has joined."""
     folder = tmp_path_factory.mktemp("cluster")
     environment = cluster_environment(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def read_auth_variables() -> None:
-    """Make Ray read the variables of its authentication again, as its own tests do."""
+    """Make Ray reread the variables of its authentication, as its own tests do."""
     AuthenticationTokenLoader.instance().reset_cache()
     Config.initialize("")
 
@@ -99,7 +99,7 @@ class Served:
             assert gap_with_rows(expected, ids, segment.logprobs, rows, start=30, first_row=0) <= 1
 
     async def update_in_flight(self, version: int) -> None:
-        """Publish a version while a request is frozen, whose K/V it computes again with the experts of before."""
+        """Publish a version while a request is frozen; it recomputes the K/V with the experts of before."""
         ask = GenerateRequest(request_id="long", token_ids=tokens(30), max_new_tokens=400)
         running = asyncio.create_task(self.replica.call(EngineReplica.generate, ask))
         await asyncio.sleep(0.3)
@@ -142,7 +142,7 @@ async def serving(config: EngineConfig, models: Models, folder: Path) -> AsyncIt
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Processes with a file of `folder` open, which are those of the replica: all write to its logs."""
+    """Processes with a file of `folder` open: those of the replica, as all write to its logs."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -66,7 +66,7 @@ def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tm
     ours, theirs = whole_tensors(tmp_path / "offloaded"), whole_tensors(tmp_path / "plain")
     assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        # Adam is about ten operations; bfloat16 weights are rounded copies, which may fall on either side.
+        # Adam is about ten operations; bfloat16 weights are rounded copies and may fall on either side.
         rounding = BFLOAT16 if tensor.dtype is torch.bfloat16 else numerics.rounding(10)
         assert_near(ours[key], tensor, bound=rounding * tensor.abs().max().item())
     offloaded.restore(tmp_path / "plain")

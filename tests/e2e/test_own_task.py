@@ -111,7 +111,7 @@ def run(folder, environment, *arguments, module="async_rl.run"):
 
 
 def check_counters(events):
-    """Each rollout had a counter of its own, which was opened and closed once, also when its reward failed."""
+    """Each rollout had its own counter, opened and closed once, also when its reward failed."""
     found = {}
     for name, event in map(str.split, events):
         found.setdefault(name, []).append(event)

@@ -22,7 +22,7 @@ UNEVEN = (
 
 
 def run(directory, *overrides):
-    """Train steps and groups of a run with late groups, which ended by itself."""
+    """Train steps and groups of a run that ended by itself, with late groups."""
     process = start(
         directory, directory / "warm_start", *UNEVEN, f"+task.options.run_directory={directory}", *overrides
     )

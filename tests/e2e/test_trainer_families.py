@@ -85,7 +85,7 @@ with_correction_bias = pytest.mark.parametrize(
 
 
 class Case:
-    """A checkpoint, the model in transformers, and its trainer, which makes no update."""
+    """A checkpoint, the model in transformers, and its trainer, without updates."""
 
     def __init__(self, name, folder):
         self.checkpoint = tiny_models.save_checkpoint(MODELS[name](), folder, seed=1, vectors=True)

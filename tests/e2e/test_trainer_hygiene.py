@@ -1,4 +1,4 @@
-"""Conditions of long runs: clipping, weight decay, float32 weights beside bfloat16 ones, constant memory."""
+"""Conditions of long runs: clipping, weight decay, float32 weights next to bfloat16 ones, constant memory."""
 
 import ctypes
 import gc

@@ -73,7 +73,7 @@ def test_models_of_both_specs_hold_and_give_the_same(pair, tmp_path):
     routings = [trainer.train(batch) for trainer in (local, fused)]
     for metrics in routings:
         numerics.assert_within(abs(metrics["loss"] - expected.loss), expected.loss_bound)
-    assert_equal_gradients(gradients(fused), expected, gradients(local))  # which are clipped
+    assert_equal_gradients(gradients(fused), expected, gradients(local))  # clipped gradients
     assert_equal_metrics(routings[1], routings[0], expected)
 
     # Decay spares the same weights: norms and biases move with the gradient alone.

@@ -184,7 +184,7 @@ def test_two_micro_batches_exist_at_a_time_however_many_there_are(checkpoint, ba
 
     def counted(self, numbers):
         made = build(self, numbers)
-        live.add(made.context.rotary[0].untyped_storage())  # which autograd keeps too
+        live.add(made.context.rotary[0].untyped_storage())  # autograd keeps it too
         most.append(len(live))
         return made
 

@@ -1,4 +1,4 @@
-"""The Megatron model of Qwen3-MoE: versions, layouts of the work, free rows, and refusals; families are beside it."""
+"""The Megatron model of Qwen3-MoE: versions, layouts of the work, free rows, and refusals; families are next to it."""
 
 import json
 import tempfile
@@ -171,7 +171,7 @@ def test_same_weights_and_routing_give_no_mismatch_at_lag_zero(trainer, expected
     metrics = trainer.train(batch)
     drift = 2 * expected.logprob_bound  # of logprobs that were computed twice
     numerics.assert_within(metrics["mismatch/abs_max"], drift)
-    # k3 is exp(d) - 1 - d, which is d^2 / 2 + ..., computed from a float32 exp(d) or better.
+    # k3 is exp(d) - 1 - d = d^2 / 2 + ..., computed from a float32 exp(d) or better.
     numerics.assert_within(metrics["mismatch/k3_lag0"], drift**2 + numerics.EPSILON)
     numerics.assert_within(abs(metrics["ess/token"] - 1), 4 * drift)  # weights are within exp(-drift) and exp(drift)
 

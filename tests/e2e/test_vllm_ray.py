@@ -1,4 +1,4 @@
-"""The replica inside a Ray actor, with control calls beside its requests."""
+"""The replica inside a Ray actor, with control calls next to its requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = VllmConfig(
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of another cluster, which is not joined
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # of another cluster, not joined
         start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
     yield
     ray.shutdown()

@@ -64,7 +64,7 @@ class Kill:
         return counted
 
     def _locked(self, change):
-        """`change` of the folders, which waits while the directory is copied."""
+        """`change` of the folders; it waits while the directory is copied."""
 
         def locked(*args):
             with self._lock:

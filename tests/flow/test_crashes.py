@@ -13,7 +13,7 @@ BATCH = 4
 
 
 async def lives_of(tmp_path, kills, **options):
-    """A life for each number of writes in `kills`, after which it dies, and one that gets to the end."""
+    """A life for each number in `kills`, dying after so many writes, and one that gets to the end."""
     lives, directory = [], tmp_path / "life-0"
     directory.mkdir()
     for number, writes in enumerate(kills, start=1):
@@ -53,7 +53,7 @@ def trained_prompts(lives):
 
 
 def check_tokens(lives):
-    """Trained tokens are those that engines sampled; no existing token is sampled again."""
+    """Trained tokens are those that engines sampled; no existing token is resampled."""
     groups = {group: found for life in lives for group, found in life.delivered.items()}
     check_trained(t for line in lives[-1].harness.groups("trained") for t in groups[line["group"]].trajectories)
     for life in lives:
@@ -64,9 +64,9 @@ def check_tokens(lives):
 
 
 def check_batches(lives):
-    """Steps after the checkpoint are trained again in the same batches; no ready group is rolled again.
+    """Steps after the checkpoint are repeated in the same batches; no ready group is rolled twice.
 
-    A life that is killed while it trains them again leaves the rest to the next one.
+    A life that is killed while it repeats them leaves the rest to the next one.
     """
     known = {}  # number of a batch -> its groups, as trained last
     for life in lives:
@@ -81,7 +81,7 @@ def check_batches(lives):
 
 
 def check_pair(before, after):
-    """Batches that both trained have the same content; no group that was ready is rolled again."""
+    """Batches that both trained have the same content; no group that was ready is rolled twice."""
     again, offset = after.harness.restored.replay, after.start.train_step - before.start.train_step
     offset //= after.per_batch
     known, found = before.harness.trainer.batches[offset:], after.harness.trainer.batches[:again]
@@ -167,7 +167,7 @@ async def test_groups_in_flight_at_a_kill_continue(tmp_path):
     pytest.fail("no kill found a group in flight and one that was ready")
 
 
-async def test_stop_request_loses_no_token_and_samples_none_again(tmp_path):
+async def test_stop_request_loses_no_token_and_resamples_none(tmp_path):
     for attempt in range(8):  # the number of tokens in flight at a stop depends on the machine
         if await stop_and_continue(tmp_path / str(attempt)):
             return

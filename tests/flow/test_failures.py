@@ -32,14 +32,14 @@ class Rewards:
 
 
 @pytest.mark.parametrize("max_retries", [1, 2])
-async def test_failed_reward_is_retried_without_sampling_again(tmp_path, max_retries):
+async def test_failed_reward_is_retried_without_resampling(tmp_path, max_retries):
     rewards = Rewards(times=2)
     harness = Harness(
         tmp_path,
         reward_fail=rewards,
         failure=FailureConfig(max_retries=max_retries),
         trainer=FakeTrainer(step_s=0.01),
-        on_update="drain",  # a request that an update aborts before its first token is sent again
+        on_update="drain",  # a request that an update aborts before its first token is resent
     )
     assert await harness.run()
     trained = {f"g{line['group']}-t1" for line in harness.groups("trained")}
@@ -208,7 +208,7 @@ async def test_an_error_of_code_is_retried_only_if_a_rollout_succeeded_since(tmp
     harness.recorder.close()
 
 
-async def test_a_prompt_that_does_not_fit_is_not_tried_again(tmp_path):
+async def test_a_prompt_that_does_not_fit_is_not_retried(tmp_path):
     tried = Counter()
 
     def too_long(prompt):
@@ -245,7 +245,7 @@ async def stopped_by_failures(life):
 
 
 @pytest.mark.parametrize("failing_from", [0, 10])
-async def test_prompts_of_failed_groups_are_admitted_again_after_the_stop(tmp_path, failing_from):
+async def test_prompts_of_failed_groups_are_readmitted_after_the_stop(tmp_path, failing_from):
     first = Life(tmp_path, loop_fail=works_for(lambda prompt: prompt < failing_from))
     dropped = await stopped_by_failures(first)
     in_a_row = set(FailedPrompts(tmp_path / "failed_prompts.json").prompts)
@@ -261,7 +261,7 @@ async def test_prompts_of_failed_groups_are_admitted_again_after_the_stop(tmp_pa
     assert not (tmp_path / "failed_prompts.json").exists()
 
 
-async def test_prompts_of_single_failures_are_not_admitted_again(tmp_path):
+async def test_prompts_of_single_failures_are_not_readmitted(tmp_path):
     life = Life(tmp_path, loop_fail=works_for(lambda prompt: prompt % 3), max_failed_groups=99)
     assert await life.harness.run()
     assert life.harness.check_ledger()["dropped"] and not (tmp_path / "failed_prompts.json").exists()

@@ -52,7 +52,7 @@ def trained_of(harness, groups):
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 @pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
-async def test_faulty_answers_are_requested_again_and_a_dead_replica_is_left_out(tmp_path, on_update, kv):
+async def test_faulty_answers_are_retried_and_a_dead_replica_is_left_out(tmp_path, on_update, kv):
     harness = Harness(
         tmp_path,
         on_update=on_update,
@@ -138,7 +138,7 @@ async def test_an_engine_of_faulty_answers_costs_groups_with_their_reason(tmp_pa
         limits=replace(LIMITS, max_refused_answers=1),
         replica_options={"faults": bad},
         trainer=FakeTrainer(step_s=0.01),
-        max_failed_groups=100,  # the number of failures in a row depends on the order in which requests come
+        max_failed_groups=100,  # the number of failures in a row depends on the order of requests
     )
     groups = record_groups(harness)
     assert await harness.run()

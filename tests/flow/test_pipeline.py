@@ -1,4 +1,4 @@
-"""The whole pipeline with a fake engine and a fake trainer: a run, and the ways in which each stage may fail."""
+"""The whole pipeline with a fake engine and a fake trainer: a run, and each stage's ways to fail."""
 
 import asyncio
 

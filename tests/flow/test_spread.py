@@ -47,7 +47,7 @@ async def test_spread_of_one_agent_is_enough_and_an_untrained_agent_has_no_gradi
 
 
 @pytest.mark.parametrize("row", [1, 3])
-async def test_a_run_in_which_no_group_has_spread_trains_one_after_each_row(tmp_path, row):
+async def test_a_run_whose_groups_have_no_spread_trains_one_after_each_row(tmp_path, row):
     harness = Harness(tmp_path, drop_without_spread=row, max_staleness=0, reward=lambda trajectory: 1.0)
     assert await harness.run()
     assert harness.check_ledger()["trained"] == STEPS * BATCH

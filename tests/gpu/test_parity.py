@@ -28,7 +28,7 @@ CELLS = [
     for layout in LAYOUTS
     for family in ("qwen3_moe", "deepseek_v3")
     for replay, recompute, packing in (("R3", "full", "packed"), ("R2", "none", "padded"))
-    # The live routers of R2 choose other experts in another precision, which is not compared here.
+    # The live routers of R2 choose other experts in another precision; they are not compared here.
     for dtype in (("float32", "bfloat16") if replay == "R3" else ("float32",))
 ]
 ENGINE_CELLS = [

@@ -89,7 +89,7 @@ def test_a_version_reaches_all_nodes_over_nccl_bit_by_bit(tmp_path, published, s
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
-def test_a_node_that_dies_leaves_the_others_with_an_error_and_the_server_sends_again(tmp_path, published, sources):
+def test_a_node_that_dies_leaves_the_others_with_an_error_and_the_server_resends(tmp_path, published, sources):
     update, _ = published
     (_, killed), (outcome, _) = run_nodes([be_a_node, die_after_one], update, tmp_path, sources, delivery="fails")
     assert killed.exitcode == -signal.SIGKILL

@@ -1,6 +1,6 @@
 """An agent that acts at random: it continues, edits, compacts, asks sub-agents, calls in parallel, and retries.
 
-Its calls are made in process, or by the clients of OpenAI and Anthropic over a network that loses some of them.
+Its calls are made in process, or by the clients of OpenAI and Anthropic over a network that loses some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agent_loop.programs.program import ModelAccess
 from agent_loop.programs.session import CallRefused
 
 WORDS = ["add", "the", "two", "numbers", "and", "answer", "with", "one", "word", "12", "34", "56", "+", "-", "*", "ok"]
-LOST = 0.1  # share of the calls that are lost on their way, and of those whose answers are
+LOST = 0.1  # share of the calls that are lost on their way, and of calls whose answers are
 LATEST_S = 0.1  # from the start of a call to its loss
 RETRIES = 9  # of an SDK
 RETRY_AFTER_S = 0.4
@@ -42,7 +42,7 @@ class RandomAgent:
     Args:
         answer: makes a model call.
         chance: of all choices.
-        max_tokens: of an answer.
+        max_tokens: tokens in an answer.
 
     Attributes:
         acts: names of its steps.
@@ -110,7 +110,7 @@ class RandomAgent:
         return await self.call()
 
     async def ask_twice(self) -> ChatAnswer:
-        """Two answers to the same conversation, side by side; one of them is used."""
+        """Two answers to the same conversation, side by side; one is used."""
         both = await asyncio.gather(self.call(), self.call())
         return self._chance.choice(both)
 
@@ -137,7 +137,7 @@ class RandomAgent:
 class LossyNetwork(httpx2.AsyncHTTPTransport):
     """Breaks the connection of some calls: at any time before the answer, or when all of the answer has arrived.
 
-    The client sees a broken connection in both cases, and its SDK makes the call again.
+    The client sees a broken connection in both cases, and its SDK repeats the call.
 
     Attributes:
         lost: broken calls.
@@ -165,7 +165,7 @@ class LossyNetwork(httpx2.AsyncHTTPTransport):
 async def over_http(access: ModelAccess, network: LossyNetwork, *, chance: random.Random) -> AsyncGenerator[Answer]:
     """Model calls over each API at random, a third of them as streams. A call that is refused raises CallRefused.
 
-    chance: of the API.
+    chance: random choice of the API.
     """
     options: Any = {"api_key": access.api_key, "max_retries": RETRIES}
     async with httpx2.AsyncClient(transport=network, timeout=None) as http:

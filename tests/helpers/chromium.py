@@ -136,7 +136,7 @@ async def browser(profile: Path) -> AsyncGenerator[Page]:
 
 
 async def _address(process: asyncio.subprocess.Process) -> str:
-    """host:port of the protocol, which Chromium prints."""
+    """host:port of the protocol, as Chromium prints it."""
     assert process.stderr is not None
     async with asyncio.timeout(TIMEOUT_S):
         async for line in process.stderr:

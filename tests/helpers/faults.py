@@ -1,4 +1,4 @@
-"""Ways in which an engine's answer can break the contract. Each spoils the last segment of a good answer."""
+"""Ways for an engine's answer to break the contract. Each spoils the last segment of a good answer."""
 
 from collections.abc import Callable
 from dataclasses import replace

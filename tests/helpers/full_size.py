@@ -72,7 +72,7 @@ def save_empty(model: str, folder: Path) -> Path:
 
 
 def _tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, list[int]]]:
-    """Name and shape of the tensors of a published checkpoint, in which each expert has tensors of its own."""
+    """Name and shape of the tensors of a published checkpoint. Each expert has separate tensors."""
     family = Qwen3MoeForCausalLM if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM
     one_layer = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Marks of tests of which `make test` runs a few, chosen by the commit (tests/conftest.py)."""
+"""Marks of tests. `make test` runs a few marked ones, chosen by the commit (tests/conftest.py)."""
 
 import pytest
 

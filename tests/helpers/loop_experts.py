@@ -9,5 +9,5 @@ def loop_experts():
     """Models that are built in this block have them; experts with biases cannot be trained so."""
     from async_rl.trainer.model import layers  # imports megatron
 
-    with mock.patch.object(layers, "SequentialMLP", object()):  # which no spec has, so that none is replaced
+    with mock.patch.object(layers, "SequentialMLP", object()):  # no spec has it, so none is replaced
         yield

@@ -5,12 +5,12 @@ A bound is derived in one of two ways:
 - From a reference. transformers computes the same thing twice from the same weights, in float32 and in float64. The
   difference is the rounding error that float32 has on this input, with the conditioning of this model. Another float32
   implementation sums in another order: its error is of the same size, but not the same. It may be FACTOR times as far
-  from float64, and two of them may be 2 * FACTOR times as far from each other.
+  from float64, and two results may be 2 * FACTOR times as far from each other.
 - From the format. A result of n roundings in a row, each of at most half a unit in the last place, is off by about
   sqrt(n) half units (Higham and Mary, "A new approach to probabilistic rounding error analysis", 2019); `rounding(n)`.
 
 FACTOR does not depend on a machine. A sum of n terms is off by 0.5 to 1 times sqrt(n) half units if it is added up term
-after term, and by less if it is added up in blocks, which kernels do that have wider registers or more threads; the
+after term, and by less if it is added up in blocks, as kernels with wider registers or more threads do; the
 maximum over some hundred values of one size varies by a factor of about 2. Defects are far larger: one wrong row of
 routing changes some logprob by 4e-2 and some gradient by 1e-2 of its size; the bounds are below 3e-3 and below 1e-3.
 """

@@ -42,7 +42,7 @@ class Disk:
             os.close(descriptor)
 
     def step(self):
-        """A step of the program, after which the power may fail."""
+        """A step of the program; after it the power may fail."""
         if not self._looking:
             self._looking = True
             self._steps += 1

@@ -39,7 +39,7 @@ async def opened(directory, *, s=1, b=2, policy="wait", p=1, max_requeues=3, **o
 
 
 async def reopened(directory, **options):
-    """(restored, snapshot) of a journal that is opened and closed again."""
+    """(restored, snapshot) of a journal that is opened and closed."""
     queue, journal, restored = await opened(directory, **options)
     snapshot = await queue.snapshot()
     await journal.close()
@@ -53,7 +53,7 @@ def copied(directory, to):
 
 
 class Drive:
-    """Makes random calls, knows in which state each group is, and checks the staleness of each batch."""
+    """Makes random calls, knows the state of each group, and checks the staleness of each batch."""
 
     def __init__(self, queue, *, rng, s, p=1):
         self.queue, self.rng, self.s, self.p = queue, rng, s, p

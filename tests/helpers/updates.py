@@ -35,7 +35,7 @@ def write_update(
         directory: parent of the folder of the version.
         version: `param_version`.
         tensors: (Hugging Face name, tensor on any device).
-        bucket_bytes: bound on a bucket; a larger tensor has a bucket of its own.
+        bucket_bytes: bound on a bucket; a larger tensor has a separate bucket.
         files: see `save_bucket`.
 
     Raises:

@@ -27,5 +27,5 @@ def install_wheel(folder: Path) -> Path:
 
 
 def environment_of(site: Path) -> dict[str, str]:
-    """Environment in which Python takes the packages from an installed wheel, and not from the checkout."""
+    """Environment where Python takes the packages from an installed wheel, and not from the checkout."""
     return {**os.environ, "PYTHONPATH": str(site)}

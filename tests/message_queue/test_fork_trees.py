@@ -1,6 +1,6 @@
 """Random trees of paths against a slow, obvious model, in memory and from the content store.
 
-Every sampled token has an id of its own, so that a token in two losses, in none or at another position is seen.
+Every sampled token has a unique id, so that a token in two losses, in none or at another position is seen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelPath:
     turns: list[tuple[list[int], list[tuple]]] = field(default_factory=list)
 
     def model(self, mode):
-        """The merge rule on the shared turns, and from there on a sequence of its own."""
+        """The merge rule on the shared turns, and from there on a separate sequence."""
         made, own = Model(mode), 0
         for number, (observed, segments) in enumerate(self.turns):
             if number == self.shared:
@@ -90,7 +90,7 @@ class Tree:
         lacking = data.draw(st.integers(0, end - first)) if tokens and may_lack else 0
         unavailable, first = lacking, first + lacking
         rows = data.draw(st.lists(ROW, min_size=end - first, max_size=end - first))
-        if mode == "split" and data.draw(st.booleans()):  # the same experts again
+        if mode == "split" and data.draw(st.booleans()):  # the same experts as before
             held = {p: row for p, row in enumerate(self.rows(path)) if row is not None}
             rows = [held.get(p, row) for p, row in enumerate(rows, first)]
         given_rows = routed(first, rows, unavailable) if self.trajectory.routing else None

@@ -74,7 +74,7 @@ def test_head_counts_aborts_between_the_strides_of_a_turn(parts, num_aborts):
     for version, reason in parts:
         made.extend(segment(3, version=version, stop_reason=reason))
     made.observe(np.arange(2, dtype=np.int32))
-    made.extend(segment(3, version=9))  # another turn, which nothing interrupted
+    made.extend(segment(3, version=9))  # another turn, not interrupted
     made.close(stop_reason=StopReason.STOP, reward=1.0)
     (head,) = head_of(group_of(made)).trajectories
     assert head.num_aborts == num_aborts

@@ -1,4 +1,4 @@
-"""EventJournal after kills, beside another process, on a full disk and with damage."""
+"""EventJournal after kills, next to another process, on a full disk and with damage."""
 
 import asyncio
 import contextlib
@@ -149,7 +149,7 @@ async def test_fsync_sets_how_sqlite_synchronises(tmp_path, fsync, synchronous):
     await journal.close()
 
 
-async def test_a_closed_journal_refuses_and_closes_again(tmp_path):
+async def test_a_closed_journal_refuses_and_closes_twice(tmp_path):
     queue, journal, _ = await admitted(tmp_path, 1)
     await journal.close()
     await journal.close()

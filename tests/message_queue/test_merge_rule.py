@@ -143,7 +143,7 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def retract(self, data):
-        """The engine computes rows again that it gave before, from any position on."""
+        """The engine recomputes rows that it gave before, from any position on."""
         tokens = self.some_tokens(data)
         end = len(self.model.tokens) + len(tokens) - 1
         first = data.draw(st.integers(0, len(self.model.rows)))
@@ -151,7 +151,7 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def decode_with_rows_unavailable(self, data):
-        """The engine cannot give the rows of a prefix, which may be longer than the existing rows."""
+        """The engine cannot give the rows of a prefix; it may be longer than the existing rows."""
         tokens = self.some_tokens(data)
         end = len(self.model.tokens) + len(tokens) - 1
         first = data.draw(st.integers(0, end))

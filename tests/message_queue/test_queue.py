@@ -261,7 +261,7 @@ async def test_a_segment_without_tokens_does_not_age_a_group():
     assert (await queue.take()).update == 0
 
 
-async def test_records_come_again_until_the_caller_confirms_them():
+async def test_records_are_repeated_until_the_caller_confirms_them():
     queue = make_queue(s=3, b=1)
     for prompt in range(3):
         admission = await queue.admit(prompt)

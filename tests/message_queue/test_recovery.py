@@ -135,7 +135,7 @@ async def test_a_trained_prompt_keeps_its_requeues_until_a_checkpoint(tmp_path):
     assert snapshot.requeues == {0: 1}
 
 
-async def test_groups_without_their_content_are_open_again(tmp_path):
+async def test_groups_without_their_content_are_reopened(tmp_path):
     _, journal = await filled(tmp_path, 4, steps=1)
     await journal.close()
     restored, snapshot = await reopened(tmp_path, incomplete=frozenset({1, 3}))
@@ -156,7 +156,7 @@ async def test_versions_after_the_repeated_steps_count_as_of_their_end(tmp_path)
     assert replace(young, admitted_update=1) in restored.open
 
 
-async def test_weights_that_are_not_made_again_are_diverged_until_the_next_publish(tmp_path):
+async def test_weights_that_are_not_remade_are_diverged_until_the_next_publish(tmp_path):
     queue, journal = await filled(tmp_path, 4, steps=2)
     await queue.publish(1, update=2)
     await queue.loaded(1)

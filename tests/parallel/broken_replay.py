@@ -1,4 +1,4 @@
-"""Replays that are broken on purpose, which a parity check must see; each changes the next replay of a rank.
+"""Replays that are broken on purpose. A parity check must see them; each changes the next replay of a rank.
 
 Layers are global, from 0; the tiny models have experts in the layers 1, 2 and 3.
 """
@@ -71,7 +71,7 @@ class _ForwardOnly:
 
 
 def _rounded_weights(model, _micro_batches):
-    """No fault: every weight moves by a unit in the last place, which says how well conditioned gradients are."""
+    """No fault: every weight moves by a unit in the last place. This says how well conditioned gradients are."""
     noise = torch.Generator().manual_seed(5)
     for chunk in model.chunks:
         for weight in chunk.parameters():

@@ -2,8 +2,8 @@
 
 A linear layer includes the norm before it (`layer_norm_weight`), the experts of a rank are one module (`weight0`,
 `weight1`, ...), and attention takes packed sequences (`thd`) and passes keys and values around context ranks. Weights
-are marked as Transformer Engine marks them, which for experts is not the dimension of their split. The activation is
-that of a GPU, which has its own backward pass.
+are marked as Transformer Engine marks them; for experts this is not the dimension of their split. The activation is
+that of a GPU, with its own backward pass.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ class GroupedLinear(torch.nn.Module):
         return torch.cat([F.linear(part, weight) for part, weight in parts]), None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """Of each expert a part of one tensor, by the keys of experts that are modules of their own."""
+        """Of each expert a part of one tensor, by the keys of experts that are separate modules."""
         weights = list(self.parameters())
         experts, first = self.groups.ep.size() * len(weights), self.groups.ep.rank() * len(weights)
         shards = {}

@@ -29,7 +29,7 @@ from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
 TOLERANCE = numerics.rounding(2 * 4 * 12)
 LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
 LOSS = DecoupledPPO(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
-MOVED_BY = 0.04  # standard deviation of the change of router weights, which have 0.1
+MOVED_BY = 0.04  # standard deviation of the change of router weights (theirs is 0.1)
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
 GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
@@ -44,11 +44,11 @@ class Difference:
     logprobs: float = float("inf")
     """Of the tokens in the loss, as one vector."""
     gradients: float = float("inf")
-    """The largest of any weight tensor; each expert has tensors of its own."""
+    """The largest of any weight tensor; each expert has separate tensors."""
     worst: str = ""
     """Hugging Face name of that tensor."""
     error: str = ""
-    """The cause if there are no numbers, which are then infinite."""
+    """The cause if there are no numbers; they are then infinite."""
 
     @property
     def largest(self) -> float:

@@ -1,4 +1,4 @@
-"""Processes of ranks; on a CPU they are forked from one with all imports, which take seconds each."""
+"""Processes of ranks; on a CPU they are forked from one with all imports. These take seconds each."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ IMPORTED = ["async_rl.trainer.rank", "tests.parallel.support"]
 def rank_processes():
     """Context for processes that have trained nothing yet, with one thread each.
 
-    These imports initialize CUDA, which a forked process cannot use: with a GPU, each process imports again.
+    These imports initialize CUDA. A forked process cannot use it: with a GPU, each process repeats the imports.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by the first process, before it forks any
     if torch.cuda.is_available():
@@ -35,7 +35,7 @@ def run_ranks(target, arguments, *, ranks, limit_s):
 
 
 def result_of(folder: Path, name: str):
-    """Content of `name`.pt, which rank 0 wrote, or the traceback of the first rank that failed."""
+    """Content of `name`.pt as rank 0 wrote it, or the traceback of the first rank that failed."""
     failures = sorted(folder.glob(f"{name}.*.error"))
     if failures:
         return failures[0].read_text()

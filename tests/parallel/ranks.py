@@ -1,4 +1,4 @@
-"""Runs trainer cases on several ranks, each a process of its own; a process runs all cases one after the other."""
+"""Runs trainer cases on several ranks, each a separate process; a process runs all cases one after the other."""
 
 import contextlib
 import math
@@ -130,7 +130,7 @@ def look_at_export(trainer):
     """Sizes in elements while rank 0 receives all weights.
 
     held, whole: weights of this rank, and of all. limit: a bucket that the caller still has and the next one, and the
-    parts of a unit on their way into it. most_at_once: the most that a rank has at one time beside its own weights.
+    parts of a unit on their way into it. most_at_once: the most that a rank has at one time on top of its own weights.
     """
     from async_rl.trainer.model.convert import named_weights
     from async_rl.trainer.model.source import WeightSource
@@ -173,9 +173,9 @@ def held_bytes(trainer):
 class LiveTensors(TorchDispatchMode):
     """Elements of the tensors made inside the block that live at one time; `most` is the highest number.
 
-    known: tensors made before; the block may make views of these.
+    known: tensors made before; the block may make views from them.
     limit: elements that are expected at most. Above it, the threads of gloo get time to release the tensors of
-    collectives that have ended, which they do a moment later.
+    collectives that have ended; they do so a moment later.
     """
 
     def __init__(self, known, limit):

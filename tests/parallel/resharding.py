@@ -1,4 +1,4 @@
-"""Carries a checkpoint through a chain of layouts: each restores the state of the one before, and saves it again."""
+"""Carries a checkpoint through a chain of layouts: each restores the state of the one before, and saves it."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ def restored(trainer, folder, again, layers, *, like):
     """
     trainer.restore(folder)
     written = trainer.save(again)
-    trainer.save_pretrained(pretrained_folder(again), like=like)  # collective too, beside the thread that writes
+    trainer.save_pretrained(pretrained_folder(again), like=like)  # collective too, next to the thread that writes
     written.result()
     first = next_steps(trainer, layers)
     trainer.restore(again)
@@ -36,7 +36,7 @@ def restored(trainer, folder, again, layers, *, like):
 
 
 def pretrained_folder(folder):
-    """The Hugging Face checkpoint of a link, beside its trainer checkpoint."""
+    """The Hugging Face checkpoint of a link, next to its trainer checkpoint."""
     return folder.with_name(f"{folder.name}-pretrained")
 
 
@@ -149,6 +149,6 @@ def _save_until_killed(chain, *, rank, **settings):
         kill_before_touch(0, partial_folder(folder) / "__1_0.distcp")
     try:
         trainer.save(folder).result()
-    except Exception as error:  # noqa: BLE001 - gloo has no class of its own for it
+    except Exception as error:  # noqa: BLE001 - gloo has no special class for it
         (chain.folder / "told").write_text(str(error))
     os._exit(0)  # a group without one of its ranks cannot be closed

@@ -104,7 +104,7 @@ UPDATE = 100  # of the weights at the start of a batch; version v holds v update
 
 
 def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
-    """The ragged form of a padded batch: a sequence is a trajectory of its own in the content of its group.
+    """The ragged form of a padded batch: a sequence is a separate trajectory in the content of its group.
 
     advantage: how its rewards become advantages if the KL is in the reward.
     """
@@ -286,7 +286,7 @@ def gradients(trainer, *, adapters=False):
 
 
 def _gradient(weight):
-    """Gradient of a parameter or of one of its experts; None of a buffer, which is then left out."""
+    """Gradient of a parameter or of one of its experts; None of a buffer, then left out."""
     whole = getattr(weight, "whole", weight)
     if not hasattr(whole, "main_grad"):
         return None

@@ -38,7 +38,7 @@ MODELS = {
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
     "glm4_moe": tiny_models.glm4_moe_config,
     "qwen2_moe": tiny_models.qwen2_moe_config,
-    "one_key_value_head": lambda: tiny_models.qwen2_moe_config(num_key_value_heads=1),  # which two ranks share
+    "one_key_value_head": lambda: tiny_models.qwen2_moe_config(num_key_value_heads=1),  # two ranks share it
     "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
     "tied": lambda: tiny_models.qwen3_dense_config(tie_word_embeddings=True),
     # Numbers of layers that the stages do not divide: (2, 1); (3, 2) and (1, 1, 2, 1).
@@ -123,7 +123,7 @@ def rows_of(family):
 
 
 def without_replay(checkpoint, batch):
-    """dtype -> logprobs [S, T] of the start weights with their own routing, which are the reference of the KL."""
+    """dtype -> logprobs [S, T] of the start weights with their own routing: the reference of the KL."""
     trainer = start_trainer(checkpoint, router_replay="none")
     found = trainer.logprobs(batch)
     trainer.close()
@@ -186,7 +186,7 @@ def test_a_rank_reads_its_own_weights_and_exports_bucket_by_bucket(name, results
     ours = result_of(results, name)
     # Each of the ranks that share a head reads all its rows: a head of 32 with 4 query heads, in 4 layers, with biases.
     assert ours["read"] == ours["held"] + (4 * (4 + 2) * 32 // 2 * (128 + 1) if "one_key_value_head" in name else 0)
-    assert ours["held"] < ours["whole"] or name.endswith("-context")  # which splits no weights
+    assert ours["held"] < ours["whole"] or name.endswith("-context")  # context splits no weights
     assert ours["most_at_once"] <= ours["limit"] < ours["whole"] / 2
 
 

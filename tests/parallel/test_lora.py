@@ -64,7 +64,7 @@ def batch_of(family, **changes):
 
 
 def run_case(trainer, family, state, again):
-    """Restore the state of one rank, save it again, and make two updates."""
+    """Restore the state of one rank, save it, and make two updates."""
     trainer.restore(state)
     trainer.save(again).result()
     batch = batch_of(family)

@@ -46,7 +46,7 @@ QWEN_LINKS = {
     "context": {"parallel": ParallelConfig(context=2)},
     "expert-tensor": {"parallel": ParallelConfig(expert_tensor=2)},
 }
-# bfloat16 weights with float32 ones beside them, frozen weights of a KL term; DeepSeek-V3 has the others.
+# bfloat16 weights with float32 ones next to them, frozen weights of a KL term; DeepSeek-V3 has the others.
 BFLOAT16 = {"dtype": "bfloat16", "fp32_lm_head": True, "loss": DecoupledPPO(kl_coefficient=0.1)}
 DEEPSEEK_LINKS = {
     "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},

@@ -48,7 +48,7 @@ def test_the_answer_of_a_problem_is_that_of_python(problem):
 def test_lengths_of_problems_follow_their_weights():
     drawn = [draw_problem(random.Random(i), CONFIG, held_out=False) for i in range(4000)]
     shares = [sum(len(p.operators) == n for p in drawn) / len(drawn) for n in (1, 2, 3)]
-    # Chains with a negative partial result are drawn again, so the shares lean a little to short ones.
+    # Chains with a negative partial result are redrawn, so the shares lean a little to short ones.
     assert np.allclose(shares, [0.56, 0.28, 0.16], atol=0.04)
     long = task(operation_weights=(0.1, 0, 0, 0, 1))
     assert max(long.train_prompt(i).target["operations"] for i in range(20)) == 5

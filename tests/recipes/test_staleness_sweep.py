@@ -142,7 +142,7 @@ def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
     assert len(draw(untimed).axes) == len(draw(replace(untimed, target=0.9)).axes) - 2
 
 
-def test_the_table_shows_which_tokens_were_left_out():
+def test_the_table_shows_the_tokens_that_were_left_out():
     experiment = LOSSES.changed(["staleness.max_staleness=3", "loss=tis,dis", "seed=0"])
     runs = {cell: record(cell) for cell in experiment.cells()}
     ledger = {"ledger/trained_tokens": 60, "ledger/masked_tokens": 10, "ledger/dropped_tokens": 30}
@@ -254,7 +254,7 @@ LAST = "max_staleness_19-loss_decoupled_ppo-seed_0"
 FIRST = "max_staleness_3-loss_ppo_clip-seed_0"
 
 
-def test_a_finished_cell_is_not_run_again_and_a_failed_one_stops_the_sweep(tmp_path, monkeypatch):
+def test_a_finished_cell_is_not_rerun_and_a_failed_one_stops_the_sweep(tmp_path, monkeypatch):
     runs = Runs(monkeypatch, failing=["max_staleness_7-loss_ppo_clip-seed_0"])
     assert run(tmp_path, "optimizer.lr=1e-3") == 1
     assert len(runs.commands) == 3 and all("optimizer.lr=1e-3" in command for command in runs.commands)

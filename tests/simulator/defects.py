@@ -23,11 +23,11 @@ class Defect:
     broken: tuple[str, ...]
     """Invariants that it may break; one is found broken."""
     kinds: tuple[str, ...]
-    """Faults without which the defect cannot show, so seeds without these need not be run."""
+    """Faults that the defect needs to show, so seeds without these need not be run."""
     agents: bool
     """Whether it shows in scenarios with agents only."""
     within: str
-    """Prefix of the modules in which it is planted."""
+    """Prefix of the modules that it is planted in."""
     seed: int | None
     """A seed that finds it, tried first; of defects that take more than a few dozen seeds."""
 

@@ -36,7 +36,7 @@ def test_a_seed_that_is_well_cannot_be_shrunk():
         shrink(run_seed(0))
 
 
-def test_a_seed_on_which_the_simulation_itself_fails_is_named(monkeypatch):
+def test_a_seed_that_fails_the_simulation_itself_is_named(monkeypatch):
     def run_scenario(scenario):
         raise ZeroDivisionError
 

@@ -98,7 +98,7 @@ def objects(body: Body, name: str, *, at: str = "") -> Sequence[tuple[str, Body]
 
 
 def texts(body: Body, name: str) -> tuple[str, ...]:
-    """A text or a list of texts, none of them empty; an absent field has none."""
+    """A text or a list of texts that are not empty; an absent field has none."""
     value = body.get(name)
     found: list[Any] = [value] if isinstance(value, str) else optional(body, name, LIST) or []
     if not all(isinstance(text, str) and text for text in found):

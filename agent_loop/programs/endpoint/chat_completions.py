@@ -214,7 +214,7 @@ def _head(call: Call, kind: str) -> dict[str, Any]:
 
 
 def _content(answer: ChatAnswer) -> str | None:
-    """Text of the answer; null instead of an empty text beside tool calls."""
+    """Text of the answer; null instead of an empty text with tool calls."""
     return answer.message.content or (None if answer.message.tool_calls else "")
 
 

@@ -25,7 +25,7 @@ class Connection(H11Protocol):
         keyless: connections of the server without a valid key, the oldest first.
         max_connections: connections that may be open at once.
         head_timeout_s: seconds from the connection, or from the first byte after a response, to the end of the head.
-        write_timeout_s: seconds in which a client that reads nothing is waited for.
+        write_timeout_s: seconds to wait for a client that reads nothing.
     """
 
     def __init__(

@@ -170,7 +170,7 @@ class Sessions:
             self._offered.pop(session.name, None)
 
     async def close(self) -> None:
-        """Stop the server, if it was started. A later session starts it again."""
+        """Stop the server, if it was started. A later session restarts it."""
         async with self._starting:
             self._base_url = None
             await self._server.aclose()
@@ -191,7 +191,7 @@ class Sessions:
         return self._by_key.get(digest) or self._ended.get(digest)
 
     async def _start(self) -> str:
-        """The base URL of the server, which is started first if it does not run."""
+        """The base URL of the server; start the server first if it does not run."""
         async with self._starting:
             if self._base_url is None:
                 running = self._serve(self, run_key=self.run_key, config=self._config)

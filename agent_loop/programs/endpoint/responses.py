@@ -91,7 +91,7 @@ def _read_items(items: Any) -> list[Message]:
 
 
 def _read_item(item: Body, *, at: str) -> Message:
-    """An item as a message of its own."""
+    """An item as a separate message."""
     match item.get("type", "message"):
         case "message":
             return _read_message(item, at=at)
@@ -130,7 +130,7 @@ def _read_message(item: Body, *, at: str) -> Message:
 
 
 def _join(before: Message, item: Message) -> Message | None:
-    """One assistant message of two, or None if the second one starts a message of its own."""
+    """One assistant message of two, or None if the second one starts a separate message."""
     if before.role != "assistant" or item.role != "assistant" or item.reasoning:
         return None
     if item.tool_calls:
@@ -142,7 +142,7 @@ def _join(before: Message, item: Message) -> Message | None:
 
 def _read_tool(tool: Body, *, at: str) -> Mapping[str, Any]:
     if tool.get("type") != "function":
-        raise wrong(f"{at}.type", tool.get("type"), "only function is supported; give the agent a tool of its own")
+        raise wrong(f"{at}.type", tool.get("type"), "only function is supported; give the agent its own tool")
     return function_tool(tool, schema="parameters", at=f"{at}.")
 
 
@@ -183,7 +183,7 @@ def events(answer: ChatAnswer, call: Call) -> Iterator[str]:
 
 
 def error_event(found: EndpointError) -> str:
-    """Error -> last event of a stream. SDKs raise if the event has an `error`; the documented fields are beside it."""
+    """Error -> last event of a stream. SDKs raise if the event has an `error`; the documented fields are next to it."""
     shape = chat_completions.error(found)["error"]
     fields = {"code": shape["code"], "message": shape["message"], "param": shape["param"]}
     return sse({"type": "error", "sequence_number": 0, **fields, "error": shape}, event="error")

@@ -53,7 +53,7 @@ from agent_loop.programs.endpoint.wire import Call, WireFormat
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes
 LINGER_S = 1.0  # for the next part of a body that is too large
-MAX_REST = 2**30  # bytes of it that are read
+MAX_REST = 2**30  # bytes that are read from its rest
 MAX_REWARD = 1e30
 CLOSING = (400, 408, 413, 431, 500)  # after these, a rest of the request may follow
 INTERNAL = "internal error of the endpoint; its log has the cause"
@@ -455,7 +455,7 @@ def _failure(error: EndpointError, shape: ErrorShape) -> Response:
         case HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         case HTTPStatus.CONFLICT:
-            headers["x-should-retry"] = "false"  # the SDKs would make the call again
+            headers["x-should-retry"] = "false"  # the SDKs would repeat the call
         case status if status in CLOSING:
             headers["connection"] = "close"
         case _:

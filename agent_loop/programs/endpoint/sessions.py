@@ -83,7 +83,7 @@ class SessionHandle(Protocol):
         ...
 
     def reward(self, reward: float | Mapping[str, float]) -> None:
-        """Set the reward of the agents without one of their own, or that of each named agent. A later call replaces it.
+        """Set the reward of the agents without a separate one, or that of each named agent. A later call replaces it.
 
         Raises:
             RequestError: there is no such agent.

@@ -98,7 +98,7 @@ def events(answer: TokenAnswer, call: Call) -> Iterator[str]:
 
 
 def error(error: EndpointError) -> dict[str, Any]:
-    """Error -> response, in which vLLM's `code` is the status."""
+    """Error -> response; its `code` is the status, as in vLLM."""
     shape = chat_completions.error(error)["error"]
     return {"error": {**shape, "code": error.status.value}}
 

@@ -16,7 +16,7 @@ Answer = TypeVar("Answer")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request of a client, beside its path."""
+    """A request of a client, without its path."""
 
     body: Body
     """JSON object."""
@@ -32,7 +32,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireFormat(Generic[Request, Answer]):
-    """Functions of a wire format. None of them keeps a state."""
+    """Functions of a wire format. No function keeps a state."""
 
     read: Callable[[Call], Request]
     """Body -> request. Raises RequestError."""

@@ -36,7 +36,7 @@ CALLING = answer("let me see", calls=(CALL,), reasoning="I need a tool")
 
 
 class ScriptedSession:
-    """Gives the answers of `script`, the last one again and again; an exception in it is raised."""
+    """Gives the answers of `script`, then repeats the last one; an exception in it is raised."""
 
     def __init__(self, name):
         self.id, self.key = name, new_key()
@@ -150,7 +150,7 @@ async def raw(host, data):
 
 
 async def request(host, path, *, key="", body=None, method="POST", headers=()):
-    """(status, headers, JSON or text) of a request over a connection of its own."""
+    """(status, headers, JSON or text) of a request over a separate connection."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", "host: x", "connection: close", f"content-length: {len(data)}", *headers]
     lines += [f"authorization: Bearer {key}"] if key else []

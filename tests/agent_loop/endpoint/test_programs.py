@@ -359,7 +359,7 @@ async def test_agent_outside_of_the_run_opens_a_session_when_a_rollout_waits(ses
     assert (await rolling).reward == 0.25
 
 
-# ---- programs in a process of their own
+# ---- programs in separate processes
 
 CALL = """
 import json, os, sys

@@ -153,7 +153,7 @@ async def test_a_stream_and_a_whole_answer_agree(connect, ask):
 
 @each_format
 @each_way
-async def test_a_failed_call_is_made_again_and_marked(connect, ask, stream):
+async def test_a_failed_call_is_repeated_and_marked(connect, ask, stream):
     async with serving() as (host, session), connect(host, session, max_retries=2) as client:
         session.script = [SessionFailed("the engine restarts"), answer()]
         await ask(client, [ASK], stream=stream)
@@ -183,7 +183,7 @@ async def test_an_error_is_an_exception_of_the_sdk(connect, ask, stream, error, 
 
 
 @each_format
-async def test_a_call_of_an_ended_session_is_not_made_again(connect, ask):
+async def test_a_call_of_an_ended_session_is_not_repeated(connect, ask):
     async with serving() as (host, session), connect(host, session, max_retries=2) as client:
         session.status = "ended"
         with pytest.raises((openai.ConflictError, anthropic.ConflictError)):

@@ -219,7 +219,7 @@ def half_body(key):
 
 
 async def drip(host, start):
-    """Send a byte again and again until the server has closed the connection; all that it sent."""
+    """Send one byte repeatedly until the server has closed the connection; all that it sent."""
     reader, writer = await connect(host)
     try:
         writer.write(start)

@@ -45,7 +45,7 @@ def test_config_records_compare_with_the_last_start(tmp_path):
 
 
 @pytest.mark.parametrize(("overrides", "left"), [((), set()), (("seed=1",), {"config-000020.yaml"})])
-def test_config_records_of_steps_that_are_trained_again_go(tmp_path, overrides, left):
+def test_config_records_of_repeated_steps_go(tmp_path, overrides, left):
     started(tmp_path)
     started(tmp_path, "optimizer.lr=1e-3", step=40)
     assert "optimizer.lr: 0.001 -> 0.0005" in started(tmp_path, *overrides, step=20)

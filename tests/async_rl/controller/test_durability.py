@@ -63,13 +63,13 @@ def state_of(step):
 
 
 def record(recorder, step):
-    """One step, in which the group of that number was trained."""
+    """One step that trained the group of that number."""
     recorder.step(StepRecord(metrics={"train_step": step}, staleness_tokens={}, schedule=[]))
     recorder.ledger([{"group": step - 1, "outcome": "trained", "train_step": step}])
 
 
 class Run:
-    """Steps with a checkpoint of each, the last of them saved twice; whole, or until a loss of power."""
+    """Steps with a checkpoint of each, the last one saved twice; whole, or until a loss of power."""
 
     def __init__(self, root, target):
         self.directory, self.target = root / "outputs" / "run", target

@@ -1,4 +1,4 @@
-"""A run as a whole, without processes: the watch of nodes beside the pipeline."""
+"""A run as a whole, without processes: the watch of nodes next to the pipeline."""
 
 import asyncio
 import json

@@ -62,7 +62,7 @@ def test_lora_targets_that_the_model_lacks_are_refused_with_those_that_it_has(ch
 
 @pytest.mark.parametrize(("size", "named"), [(2, None), (3, "4 attention heads"), (4, None)])
 def test_the_tensor_parallel_size_of_an_engine_divides_the_heads(checkpoint, size, named):
-    found = problems(checkpoint, f"engine.tensor_parallel={size}")  # 2 key-value heads, which an engine may repeat
+    found = problems(checkpoint, f"engine.tensor_parallel={size}")  # 2 key-value heads; an engine may repeat them
     assert found == [] if named is None else named in found[0]
 
 
@@ -109,7 +109,7 @@ agent_gives_rewards = Task(prompts=ROWS, agent=agent, end_of_turn="<|im_end|>")
 
 @pytest.fixture
 def own(tmp_path):
-    """A function: task and overrides -> config of a run with a checkpoint of its own."""
+    """A function: task and overrides -> config of a run with its own checkpoint."""
     (tmp_path / "mine.py").write_text(TASKS)
     save_initial_checkpoint(tmp_path / "model", tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
 

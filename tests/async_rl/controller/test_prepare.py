@@ -20,7 +20,7 @@ def test_recorded_groups_are_bounded_and_at_least_one(trajectories, count):
     assert len(chosen(HEADS, trajectories=trajectories)) == count
 
 
-def test_recorded_groups_of_a_step_are_the_same_when_it_is_trained_again():
+def test_recorded_groups_of_a_step_are_the_same_when_it_is_repeated():
     assert chosen(HEADS, trajectories=5) == chosen(HEADS[::-1], trajectories=5)
     assert len({tuple(chosen(HEADS, trajectories=5, train_step=step)) for step in range(10)}) > 1
     assert not recorded_groups(HEADS, trajectories=0, seed=0, train_step=1).heads

@@ -1,4 +1,4 @@
-"""The cache of warm starts: which settings find one again, and that it appears whole or not at all."""
+"""The cache of warm starts: the settings that find one, and that it appears whole or not at all."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -8,8 +8,8 @@ from tests.async_rl.plan.traces import A, B, background, generate, span, write_r
 
 AT, END = 110, 130
 ALONE = round((END - AT) / (A + B))  # tokens of a request without others
-SHARED = round((END - AT) / (A + 61 * B))  # beside 60 others
-QUEUED = round((END - AT) / ((A + 6 * B) * 31 / 6))  # beside 30 others, of which 6 are decoded at a time
+SHARED = round((END - AT) / (A + 61 * B))  # with 60 others
+QUEUED = round((END - AT) / ((A + 6 * B) * 31 / 6))  # with 30 others; 6 are decoded at a time
 
 
 def beside(count, tokens):

@@ -89,7 +89,7 @@ def test_a_damaged_lock_file_is_no_obstacle(tmp_path):
             assert identity(tmp_path)
 
 
-def test_a_directory_in_which_nothing_was_written_is_removed(tmp_path):
+def test_a_directory_without_writes_is_removed(tmp_path):
     with owned(tmp_path / "outputs" / "run"):
         assert (tmp_path / "outputs" / "run").is_dir()
     assert not list(tmp_path.iterdir())

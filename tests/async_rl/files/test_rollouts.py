@@ -1,4 +1,4 @@
-"""Files of rollouts: bounded, complete or absent, and readable beside damaged ones."""
+"""Files of rollouts: bounded, complete or absent, and readable next to damaged ones."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def rewards(directory):
     return {step: table["reward"].to_pylist() for step, table in read_steps(directory)}
 
 
-def test_files_of_the_newest_steps_stay_and_a_step_written_again_is_replaced(tmp_path):
+def test_files_of_the_newest_steps_stay_and_a_rewritten_step_is_replaced(tmp_path):
     write(tmp_path / "rollouts", 2, 4, 6, 8, keep=3)
     write(tmp_path / "rollouts", 6, value=100, keep=3)
     assert rewards(tmp_path / "rollouts") == {4: [4], 6: [106], 8: [8]}

@@ -1,4 +1,4 @@
-"""Records of the starts of a run, and the page that a run writes in a process of its own."""
+"""Records of the starts of a run, and the page that a run writes in a separate process."""
 
 import asyncio
 import json

@@ -137,7 +137,7 @@ async def test_a_late_replica_receives_from_the_trainer_if_no_other_can_send(has
     assert late.seats[-1].sources == TRAINER
 
 
-async def test_a_late_replica_to_which_nobody_can_send_gets_the_error():
+async def test_a_late_replica_that_nobody_can_send_to_gets_the_error():
     pool = ReplicaPool([Replica("r0", "a", has=False)])
     with pytest.raises(DeliveryError):
         await deliveries(pool).bring_to(Replica("late", "c", "fail"), UPDATE)

@@ -30,7 +30,7 @@ child.wait()
 
 @pytest.fixture
 def group():
-    """A process with a group of its own, and its child in that group."""
+    """A process with its own group, and its child in that group."""
     process = subprocess.Popen([sys.executable, "-c", GROUP], stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))

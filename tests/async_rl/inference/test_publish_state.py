@@ -43,7 +43,7 @@ def test_event_that_cannot_follow_is_refused(events, wrong):
 
 def test_version_has_one_set_of_weights():
     state = make_state()
-    PublishState(SEVEN, "a", before=state)  # after a restart the same one is loaded again
+    PublishState(SEVEN, "a", before=state)  # after a restart the same one is reloaded
     PublishState(WeightVersion(8, "d7"), "a", before=state)
     for weights in (WeightVersion(7, "other"), WeightVersion(6, "d7")):
         with pytest.raises(ValueError, match="version"):

@@ -271,7 +271,7 @@ async def test_version_that_was_published_with_other_weights_reaches_no_replica(
 
 
 @pytest.mark.parametrize("how", ["dies_at", "hangs_at"])
-async def test_new_replica_to_which_the_version_does_not_come_is_not_brought_up(how):
+async def test_new_replica_that_does_not_get_the_version_is_not_brought_up(how):
     good, bad = ScriptedReplica("good"), ScriptedReplica("bad", **{how: "fetch"})
     pool = ReplicaPool([good])
     publisher = make_publisher(pool, timeout_s=0.05)
@@ -482,7 +482,7 @@ class Undelivered(ScriptedReplica):
 
 
 @pytest.mark.parametrize("at", ["stage", "load"])
-async def test_a_replica_to_which_a_bucket_did_not_come_leaves_if_it_came_to_another_one(at):
+async def test_a_replica_that_missed_a_bucket_leaves_if_another_one_got_it(at):
     pool = ReplicaPool([Undelivered("bad", at=at), ScriptedReplica("good")])
     await make_publisher(pool, staged=at == "stage").publish(UPDATE)
     assert [member.name for member in pool.live] == ["good"]
@@ -491,7 +491,7 @@ async def test_a_replica_to_which_a_bucket_did_not_come_leaves_if_it_came_to_ano
 
 @pytest.mark.parametrize("at", ["stage", "load"])
 @pytest.mark.parametrize("max_paused", [None, 1])
-async def test_replicas_to_none_of_which_a_bucket_came_stay_and_load_the_next_version(at, max_paused):
+async def test_replicas_that_all_missed_a_bucket_stay_and_load_the_next_version(at, max_paused):
     """The fault is the trainer's. After a failed load a replica waits; if only its staging failed, it serves."""
     replicas = [Undelivered(name, at=at) for name in "ab"]
     pool = ReplicaPool(replicas)

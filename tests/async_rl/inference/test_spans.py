@@ -1,4 +1,4 @@
-"""The answer to a request, cut into one segment per weight version, and joined again."""
+"""The answer to a request, cut into one segment per weight version, and rejoined."""
 
 import numpy as np
 import pytest

@@ -53,7 +53,7 @@ class Mortal(InProcess):
 
 
 class Supervised:
-    """A supervised pool. `successors` are the ways in which those die that are started, in order; None does not."""
+    """A supervised pool. `successors`: death of each one that is started, in order; None does not die."""
 
     def __init__(self, replicas, *, mode="at_once", successors=(), max_restarts=3, start_s=0.1):
         self.started, self.notes, self.removed, self.joined = list(replicas), [], [], len(replicas)

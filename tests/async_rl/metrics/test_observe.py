@@ -266,7 +266,7 @@ def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp
     assert report([str(tmp_path)]) == 0
     (run,) = report_data(tmp_path)["runs"]
     found = {key: values[-1] for key, values in run["steps"].items() if key.startswith("recent/")}
-    seconds = sum(range(3, steps + 1))  # of which the trainer waited 1 in each step
+    seconds = sum(range(3, steps + 1))  # the trainer waited 1 in each step
     assert found["recent/throughput"] == pytest.approx(3) and found["recent/idle_replicas"] == pytest.approx(0.25)
     assert found["recent/idle_trainer"] == pytest.approx(RECENT / seconds, rel=1e-4)
     assert found["recent/limit"] == pytest.approx(3 / (1 - RECENT / seconds), rel=1e-4)
@@ -332,7 +332,7 @@ def test_picture_shows_rewards_outside_of_the_unit_interval(tmp_path, success):
     assert low <= min(0, *success) and high >= max(1, *success)
 
 
-def test_report_leaves_out_a_validation_in_which_every_rollout_failed(tmp_path):
+def test_report_leaves_out_a_validation_whose_rollouts_all_failed(tmp_path):
     recorder = Recorder(tmp_path, console=Null())
     for step, success in enumerate([0.25, math.nan, 0.75]):
         recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))

@@ -121,7 +121,7 @@ def drawing(title):
 
 
 async def lines_of(page, title, *, name=None):
-    """(x, y) of the lines or bars of a chart, or of those with a name."""
+    """(x, y) of the lines or bars of a chart, or of the ones with a name."""
     traces = await page.run(
         f"{drawing(title)}.data.map((t) => ({{x: [...t.x], y: [...t.y], name: t.name ?? null, type: t.type}}))"
     )

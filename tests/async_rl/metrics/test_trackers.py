@@ -24,7 +24,7 @@ CONFIG = {"seed": 3, "loss": {"name": "tis"}}
 
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
-    """Folders for what clients write beside the run."""
+    """Folders for what clients write next to the run."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
@@ -60,7 +60,7 @@ def in_tensorboard(directory):
 
 
 def leveldb_records(data):
-    """Records of a file in the log format of LevelDB, which W&B uses: blocks of 32 KiB after a header of 7 bytes."""
+    """Records of a file in the log format of LevelDB, as in W&B: blocks of 32 KiB after a header of 7 bytes."""
     at, record = 7, b""
     while at + 7 <= len(data):
         if (left := BLOCK - at % BLOCK) < 7:

@@ -77,7 +77,7 @@ def test_step_at_the_limit_of_the_trainer_with_the_staleness_of_the_bound():
     # at half the speed, as some trajectory is always open
     shared = describe(bound=3, shared_speed=0.5, train_s=3.0, lengths=Distribution(mean=400))
     assert simulate(shared, steps=20).step_s == pytest.approx(6, rel=CLOSE)
-    # decoding of 1 s takes 2 s, in which the trainer does 1 s of its work
+    # decoding of 1 s takes 2 s; meanwhile the trainer does 1 s of its work
     assert simulate(describe(shared_speed=0.5, train_s=3.0), steps=6).step_s == pytest.approx(4, rel=CLOSE)
 
 
@@ -123,7 +123,7 @@ def test_resume_keep_and_drain_cost_what_they_do_in_a_replica():
     kept, recomputed = steps["keep", "keep"], steps["keep", "recompute"]
     prefill = 8 * 100 / 4000
     assert kept == pytest.approx(4 + 1 + prefill, rel=CLOSE)
-    # the requests in flight are prefilled again, with prompt and the tokens so far
+    # the requests in flight are prefilled once more, with prompt and the tokens so far
     assert kept + prefill < recomputed < kept + prefill + 8 * 400 / 4000
     assert steps["resume", "recompute"] == pytest.approx(recomputed, rel=CLOSE)
     assert steps["drain", "recompute"] > kept

@@ -10,7 +10,7 @@ SLOTS = 6
 
 
 def queue(start, *, rounds):
-    """Group 1: requests that are all made at the start, of which SLOTS run at a time."""
+    """Group 1: requests that are all made at the start; SLOTS run at a time."""
     took = 1000 * (A + B * SLOTS)
     spans = [
         generate(start, start + (number // SLOTS + 1) * took, tokens=1000, trajectory=number)

@@ -1,4 +1,4 @@
-"""Content store: written trajectories come back exactly, also after a kill and beside damage."""
+"""Content store: written trajectories come back exactly, also after a kill and next to damage."""
 
 import asyncio
 import errno
@@ -112,7 +112,7 @@ async def open_writer(directory, name="a", *, fsync=False):
 
 
 async def write(directory, records, name="a", *, at_once=1, fsync=False):
-    """Write records by a writer of their own, `at_once` in a call."""
+    """Write records by a separate writer, `at_once` in a call."""
     writer = await open_writer(directory, name, fsync=fsync)
     for start in range(0, len(records), at_once):
         await writer.append(records[start : start + at_once])
@@ -125,7 +125,7 @@ def several(*, segments=4):
 
 
 def rebuilt(records):
-    """The trajectory to which records were appended."""
+    """The trajectory that records were appended to."""
     made = Trajectory(routing=None)
     for record in records:
         match record.what:
@@ -476,7 +476,7 @@ async def test_content_of_dead_writers_is_removed_with_their_last_live_group(tmp
 # ---- trouble
 
 
-async def test_content_that_finds_the_disk_full_can_be_appended_again(tmp_path, monkeypatch):
+async def test_content_that_finds_the_disk_full_can_be_appended_later(tmp_path, monkeypatch):
     big = trajectory(segment(20_000))
     writer, pwritev = await open_writer(tmp_path), os.pwritev
 

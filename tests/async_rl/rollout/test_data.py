@@ -82,7 +82,7 @@ def test_a_stream_repeats_its_rows_after_a_restart_and_for_smaller_indices():
     assert [rows_of(lambda: itertools.count())[i] for i in range(3)] == [0, 1, 2]
 
 
-def test_a_stream_forgets_old_rows_and_finds_them_again(monkeypatch):
+def test_a_stream_forgets_old_rows_and_still_finds_them(monkeypatch):
     monkeypatch.setattr("async_rl.rollout.data.CHECKED", 4)
     stream = Stream(itertools.count, name="prompts")
     assert [stream[i] for i in range(10)] == list(range(10))

@@ -43,7 +43,7 @@ def restored(*, open=(), ready=(), trajectories=1):
 
 
 async def write(directory, group, *, records=None, name="rollout-0000"):
-    """Content of a closed group of one trajectory; records: how many of it are written, None for all."""
+    """Content of a closed group of one trajectory; records: number to write, None for all."""
     writer = await ContentWriter.open(directory, name=name, run="run", fsync=False)
     (trajectory,) = group_for(admission(group)).trajectories
     await writer.append(records_of(trajectory, group=group)[:records])

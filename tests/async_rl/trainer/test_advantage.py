@@ -198,7 +198,7 @@ def batches_of_agents(draw):
 
 
 def of_agent(agent, heads):
-    """(rewards, tokens) of each group, lists over the rollouts in which the agent is trained."""
+    """(rewards, tokens) of each group, lists over the rollouts that train the agent."""
     found = []
     for head in heads:
         sound = [t for t in head.trajectories if t.rewards is not None and agent in t.rewards]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 @dataclass(frozen=True)
 class Weight:
-    """The parameter that is filled: its number of dimensions, and the one along which it is split."""
+    """The parameter that is filled: its number of dimensions, and the one that it is split along."""
 
     partition_dim: int
     dims: int = 2

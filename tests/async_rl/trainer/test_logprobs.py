@@ -64,7 +64,7 @@ both_cases = pytest.mark.parametrize("case", [WHOLE, KEPT], ids=["whole", "kept"
 
 
 def total(found):
-    """A function of logprobs and entropies in which each has another gradient."""
+    """A function of logprobs and entropies that gives each another gradient."""
     logprobs, entropy = found
     return logprobs.sum() + 0.3 * entropy.square().sum()
 

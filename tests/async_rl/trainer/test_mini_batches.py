@@ -43,7 +43,7 @@ def admission(group, update):
 
 
 def prepared(*, min_update=0):
-    """Four groups of the versions 2 and 3, which hold 4 and 6 updates, in two mini-batches from update 6 on."""
+    """Four groups of the versions 2 and 3, with 4 and 6 updates, in two mini-batches from update 6 on."""
     groups = [group_for(admission(n, n % 2 + 2)) for n in range(4)]
     batch = Batch(groups=[head_of(g) for g in groups], update=6, version_updates={2: 4, 3: 6}, min_update=min_update)
     return prepare(
@@ -98,7 +98,7 @@ def test_rewards_of_a_batch_are_those_of_the_rollouts_that_did_not_fail():
     assert rewards.sampled.tolist() == [t.num_sampled for _, t in sound]
 
 
-def test_the_last_mini_batch_decides_which_tokens_are_too_old():
+def test_the_last_mini_batch_decides_the_tokens_that_are_too_old():
     found = prepared(min_update=5)
     assert [len(loss.positions) > 0 for *_, loss in loss_of(found)] == [
         group % 2 == 1 for _, group, _ in loss_of(found)

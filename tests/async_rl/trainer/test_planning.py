@@ -30,7 +30,7 @@ def planner_of(data, context, tensor, *, loss=None, **changes):
 
 
 def numbered(lengths, support=False):
-    """A padded batch in which every token is its own number."""
+    """A padded batch where every token is its own number."""
     batch = make_batch(tuple(lengths))
     batch["token_ids"] = torch.arange(batch["token_ids"].numel()).view(batch["token_ids"].shape)
     return add_random_support(batch, vocab=batch["token_ids"].numel()) if support else batch

@@ -197,7 +197,7 @@ def test_every_sampled_token_is_in_one_loss_in_every_mode(mode):
         ("split", NEWEST),
     ],
 )
-def test_which_tokens_after_an_update_are_pure_depends_on_the_mode(mode, expected):
+def test_the_mode_decides_the_pure_tokens_after_an_update(mode, expected):
     assert pure_positions(made_of(updated_trajectory(mode))) == expected
 
 

@@ -50,7 +50,7 @@ def both_ways(tensors, base):
 
 @st.composite
 def buckets(draw):
-    """(tensors, base) with random bit patterns, of which a part of each tensor changes."""
+    """(tensors, base) with random bit patterns; a part of each tensor changes."""
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
     tensors, base = [], {}
     for number in range(draw(st.integers(0, 4))):

@@ -146,7 +146,7 @@ def test_a_discarded_version_and_a_server_that_is_gone_are_named(one):
         described("weights-3", gone.direct, timeout_s=0.2)
 
 
-def test_a_rank_whose_load_fails_ends_it_for_the_others_which_do_not_blame_the_trainer(trainer):
+def test_a_rank_whose_load_fails_ends_it_for_the_others_and_they_do_not_blame_the_trainer(trainer):
     def refuse(tensors):
         next(tensors)
         raise ValueError("a shape")
@@ -160,7 +160,7 @@ def test_a_rank_whose_load_fails_ends_it_for_the_others_which_do_not_blame_the_t
 
 
 def be_a_rank(place, rank):
-    """One of two ranks, of which the second is killed between two buckets."""
+    """One of two ranks. The second is killed between two buckets."""
 
     def load(tensors):
         for name, _ in tensors:

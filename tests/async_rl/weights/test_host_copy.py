@@ -17,7 +17,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
 
 def bucket(seed, sizes=((3, 5), (7,), (), (0, 4), (1, 1, 9))):
-    """Tensors of several dtypes, not all of them contiguous."""
+    """Tensors of several dtypes, not all contiguous."""
     chance = torch.Generator().manual_seed(seed)
     made = [torch.randint(0, 2, size, generator=chance).to(DTYPES[i % 5]) for i, size in enumerate(sizes)]
     return [(f"w{i}", tensor.mT if tensor.dim() == 2 else tensor) for i, tensor in enumerate(made)]

@@ -209,7 +209,7 @@ def test_a_single_old_value_is_found_even_if_the_parameter_changed():
     assert text == f"{name}[2] on rank 0, made of {gate}, {up}"
 
 
-def test_expert_ranks_hold_whole_experts_of_which_each_has_an_equation():
+def test_expert_ranks_hold_whole_experts_and_each_has_an_equation():
     def spread(given):
         (whole,) = engine(given)
         return [{n: t[half] if ".experts." in n else t for n, t in whole.items()} for half in (slice(2), slice(2, 4))]
@@ -330,7 +330,7 @@ def test_value_sums_add_up_over_parts_and_ignore_order_zeros_and_dtype(shape, dt
         assert sum(value_sums(given)) == total
 
 
-def test_model_contents_are_of_parameters_and_persistent_buffers_which_have_no_sums():
+def test_model_contents_are_of_parameters_and_persistent_buffers_without_sums():
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     model.empty = torch.nn.Parameter(torch.empty(0))
     model.register_buffer("cache", torch.ones(4), persistent=False)

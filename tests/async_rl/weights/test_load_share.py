@@ -60,7 +60,7 @@ def test_a_tensor_that_one_loader_skips_is_found(tmp_path_factory, ranks, data):
 
 
 def test_loaders_that_took_other_names_are_named(tmp_path):
-    update = published(tmp_path, bucket_bytes=36)  # three buckets, of which rank 0 hashes the last
+    update = published(tmp_path, bucket_bytes=36)  # three buckets; rank 0 hashes the last
     _, reports = loaded(update, ranks=2, take=lambda rank, tensors: list(islice(tensors, 7 - rank)))
     assert "the loader of rank 1" in difference(update, reports)
 

@@ -17,7 +17,7 @@ FILES = {"config.json", "tokenizer.json", "chat_template.jinja"}
 
 @pytest.fixture
 def model(tmp_path):
-    """The files of a model beside its weights."""
+    """The files of a model other than its weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "tiny", "torch_dtype": "float32"}))

@@ -120,7 +120,7 @@ def test_a_plain_copy_of_gpt_oss_has_the_tensors_that_it_was_quantized_from(tmp_
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             assert torch.equal(tensor, before[name]), name
             continue
-        # The numbers are at most 2 apart, up to 6, which is at least half the scaled largest of the 32.
+        # The numbers are at most 2 apart, up to 6. That is at least half the scaled largest of the 32.
         largest = before[name].unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
         assert bool(((tensor - before[name]).unflatten(1, (-1, 32)).abs() <= largest / 3).all()), name
     read_shape(tmp_path / "plain")

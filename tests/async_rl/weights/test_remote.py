@@ -1,4 +1,4 @@
-"""Versions in an object store. Its stand-in is a driver of fsspec for local files, which a test makes fail or hang."""
+"""Versions in an object store. Its stand-in is a driver of fsspec for local files. Tests make it fail or hang."""
 
 import asyncio
 import multiprocessing
@@ -60,7 +60,7 @@ fsspec.register_implementation("planted", PlantedStore, clobber=True)
 
 
 class Trainer:
-    """A trainer of one rank, which publishes two buckets; keeps the tensors of all versions."""
+    """A trainer of one rank that publishes two buckets; keeps the tensors of all versions."""
 
     def __init__(self, url, *, delta=True):
         self.url, self.bases = url, Bases() if delta else None

@@ -9,7 +9,7 @@ from async_rl.weights.twin import Staging, Twin
 
 
 class Kernel:
-    """As the implementation of an attention layer: it refers to a module and holds weights of its own."""
+    """As the implementation of an attention layer: it refers to a module and holds its own weights."""
 
     def __init__(self, layer):
         self.layer = layer

@@ -61,8 +61,8 @@ class FakeEngine(InProcess):
             lets that call run through.
         context_length: a decode that reaches it ends with LENGTH.
         fail: called with each request before it decodes; the exception that it returns is raised.
-        faults: consumed one per answer, which it spoils; None leaves it good.
-        edge: whether answers are checked as a replica does, which makes bad ones AnswerError; else they are passed on.
+        faults: consumed one per answer, to spoil it; None leaves it good.
+        edge: whether answers are checked as a replica does, so bad ones are AnswerError; else they are passed on.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class FakeEngine(InProcess):
         raise EngineError(f"{self.name} serves no versions")
 
     async def stage(self, update: WeightUpdate) -> None:
-        """Hold other weights beside those that serve."""
+        """Hold other weights next to those that serve."""
         await self._answering()
         self.staged.append(update.weights.version)
 

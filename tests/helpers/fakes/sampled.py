@@ -18,7 +18,7 @@ Script = Callable[[Int32Array], int]
 
 
 def fake_weights(version: int) -> WeightVersion:
-    """A version with a digest of its own."""
+    """A version with its own digest."""
     return WeightVersion(version, f"digest-{version}")
 
 
