@@ -257,7 +257,9 @@ LAYOUTS = {
 
 
 @OWN_ENGINE
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.nightly if "sglang" in name else ()) for name in LAYOUTS]
+)
 async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

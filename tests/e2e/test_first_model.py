@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.runs import begin, check_records, check_rollouts, finish
 from tests.helpers.first_model import install, run_with
+from tests.helpers.lanes import WHOLE_RUN
 
-pytestmark = [pytest.mark.xdist_group("first_model"), pytest.mark.timeout(1500)]
+pytestmark = [WHOLE_RUN, pytest.mark.xdist_group("first_model"), pytest.mark.timeout(1500)]
 SMALL = (
     "total_train_steps=2",
     "rollout.groups_per_batch=2",
