@@ -8,6 +8,7 @@ import os
 import tempfile
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +27,10 @@ NODES_S = 5.0  # time between two looks at the nodes of a run
 
 
 def start_ray(config: ClusterConfig) -> None:
-    """Join the cluster at `address`, or start one on this machine, also if another one runs here."""
+    """Join the cluster at `address`, or start one on this machine, also if another one runs here.
+
+    Ray gives a node 30 s to start. On a machine that is busy for longer, a second start succeeds.
+    """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # actors without a reserved GPU see none
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work: nothing else should go first
@@ -35,7 +39,8 @@ def start_ray(config: ClusterConfig) -> None:
     if config.address is not None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
         return
-    ray.init(
+    start = partial(
+        ray.init,
         address="local",
         num_cpus=config.num_cpus,
         object_store_memory=config.object_store_bytes,
@@ -43,6 +48,13 @@ def start_ray(config: ClusterConfig) -> None:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
+    try:
+        start()
+    except Exception as error:  # of no class of its own
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        start()
 
 
 class PlacementError(AsyncRLError):

@@ -1,5 +1,9 @@
 """Places of a run's processes."""
 
+import contextlib
+
+import pytest
+
 from async_rl.cluster import placement
 from async_rl.cluster.placement import Placement
 from async_rl.config import ClusterConfig
@@ -47,3 +51,26 @@ async def test_trainer_ranks_of_a_node_are_consecutive(monkeypatch):
         f"trainer rank {i}" for i in range(4)
     ]
     assert [place.split_groups(size) for size in (1, 2, 4)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("failures", "starts"),
+    [
+        (["The current node timed out during startup."], 2),
+        (["no such address"], 1),
+        (["timed out during startup"] * 2, 2),
+    ],
+)
+def test_a_start_of_ray_that_runs_out_of_its_time_is_repeated_once(monkeypatch, failures, starts):
+    left, started = list(failures), []
+
+    def init(**options):
+        started.append(options["address"])
+        if left:
+            raise Exception(left.pop(0))
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    monkeypatch.setattr(placement.ray, "shutdown", lambda: started.append("shutdown"))
+    with contextlib.nullcontext() if len(failures) < starts else pytest.raises(Exception, match=failures[-1]):
+        placement.start_ray(ClusterConfig())
+    assert started == ["local", "shutdown", "local"][: 2 * starts - 1]
