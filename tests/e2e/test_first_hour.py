@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.docs.pages import ROOT, commands, module_of
 from tests.helpers import tiny_models, tokenizers_of_families
-from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.wheel import environment_of, install_wheel
 
 SMALL = (
@@ -70,14 +69,12 @@ def assert_trained(directory):
     assert (directory / "report.html").is_file() and (directory / "rollouts.html").is_file()
 
 
-@WHOLE_RUN
 def test_the_task_of_the_readme_trains_a_checkpoint(installed, folder):
     (folder / "products.py").write_text(module_of("README.md", "products.py"))
     run(installed, folder, command_of("README.md", "--task products.py", "=PATH"), "run", *SMALL)
     assert_trained(folder / "outputs" / "products-model")
 
 
-@WHOLE_RUN
 def test_an_agent_that_returns_its_reward_trains_a_checkpoint(installed, folder):
     page = "docs/guides/agent.md"
     (folder / "calculator_agent.py").write_text(module_of(page, "calculator_agent.py"))
