@@ -30,7 +30,7 @@ from message_queue.errors import OvertimeError, RolloutError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-REPORTS = logging.getLogger("agent_loop.tools.tool")
+REPORTS = logging.getLogger("agent_loop.tools")
 GRACE_S = 10.0  # from a cancel to the end of an async call; a call that goes on is left behind
 LEAST_S = 1e-6  # less time than this is none: the clock of an event loop may be too coarse to let it pass
 MAX_THREADS = 2048  # of calls that somebody waits for; further calls wait for a thread

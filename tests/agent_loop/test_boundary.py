@@ -365,7 +365,7 @@ async def test_calls_that_hang_disable_no_later_call_and_are_reported_by_name(ca
         return "ok"
 
     runner = ToolRunner([FunctionTool(fetch)], timeout_s=0.05)
-    with caplog.at_level(logging.WARNING, "agent_loop.tools.tool"):
+    with caplog.at_level(logging.WARNING, "agent_loop.tools"):
         replies = await runner.run([ToolCall("fetch", {"wait": True})] * 50)
     assert all(reply.failed for reply in replies)
     assert "fetch has not returned in 0.05 s; its thread is replaced (50 calls of it are left behind)" in caplog.text

@@ -16,10 +16,10 @@ from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
+from agent_loop.tools import mcp as own
 from agent_loop.tools.mcp import McpServer
 from agent_loop.tools.state import open_tools
 from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner, describe_tool
-from agent_loop.tools.tool import mcp as own
 from async_rl import Task
 from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory

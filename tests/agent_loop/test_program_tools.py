@@ -2,9 +2,10 @@
 
 import pytest
 
+from agent_loop.tools import program_tools
 from agent_loop.tools.program_tools import python_tool, shell_tool
 from agent_loop.tools.sandbox import SandboxLimits, check_sandbox
-from agent_loop.tools.tool import ToolCall, ToolRunner, program_tools
+from agent_loop.tools.tool import ToolCall, ToolRunner
 from async_rl import Task
 from message_queue.errors import RolloutError, SandboxError
 

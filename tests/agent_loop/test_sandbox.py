@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from agent_loop.tools import sandbox
 from agent_loop.tools.sandbox import SandboxLimits, check_sandbox, run_python, run_shell
-from agent_loop.tools.tool import sandbox
 from message_queue.errors import SandboxError
 
 try:

@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -25,6 +26,7 @@ from tests.e2e.runs import (
     wait_for_step,
 )
 from tests.e2e.tasks import TURNS
+from tests.helpers.dense import behaviour_logprobs
 from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = pytest.mark.timeout(1000)
@@ -72,6 +74,15 @@ def in_flight(recovered, content):
     return [a.group for a in recovered.open if 0 < content[a.group].num_tokens < whole]
 
 
+def held_before(rows, partial):
+    """Trained rows of groups that were under way, each with its trajectory of that time, which had sampled tokens."""
+    for row in rows:
+        if row["group"] in partial and row["path"] == 0:
+            trajectory = partial[row["group"]].trajectories[row["trajectory"]]
+            if trajectory.num_sampled:
+                yield row, trajectory
+
+
 def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
     directory, copy = tmp_path / "run", tmp_path / "copy"
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
@@ -90,21 +101,23 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     last = len(lines(directory, "metrics.jsonl")) + 3
 
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
-    continued = set()
     while process.poll() is None:
         time.sleep(0.1)
         found = (journal(peek, directory, warm_starts, copy) or (None, {}))[1]
         for group in partial.keys() & found.keys():
-            pairs = list(zip(found[group].trajectories, partial[group].trajectories, strict=True))
+            pairs = zip(found[group].trajectories, partial[group].trajectories, strict=True)
             assert all(begins_with(f, h) for f, h in pairs), f"group {group} starts otherwise"
-            continued |= {group for f, h in pairs if len(f) > len(h) and h.num_sampled and not h.closed}
     output = finish(process)
     assert process.returncode == 0, output
     assert "goes on after train step" in output
-    assert continued, "no generation under way continued"
 
     steps, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
-    check_rollouts(directory, steps, groups)
+    rows = [row for of_step in check_rollouts(directory, steps, groups).values() for row in of_step]
+    continued = [(row, h) for row, h in held_before(rows, partial) if len(row["token_ids"]) > len(h) and not h.closed]
+    assert continued, "no generation under way continued"
+    for row, h in continued:
+        assert row["token_ids"][: len(h)] == h.token_ids().tolist()
+        assert np.allclose([value or 0.0 for value in row["behaviour_logprobs"][: len(h)]], behaviour_logprobs(h))
     check_prompts(directory, step=last)
     after = {line["group"]: line for line in groups}
     again = {g for g, line in before.items() if line["outcome"] == "trained"}
