@@ -37,7 +37,7 @@ def full_server():
     @server.tool()
     def fail() -> str:
         """Fails."""
-        from message_queue.errors import ToolError
+        from mcp.server.mcpserver.exceptions import ToolError
 
         raise ToolError("no such row")
 
