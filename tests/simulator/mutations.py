@@ -8,6 +8,7 @@ from agent_loop.decoder import SegmentDecoder
 from agent_loop.tools.tool import PauseGate, ToolRunner
 from async_rl.cluster.batching import BatchingClient
 from async_rl.cluster.replica import ReplicaClient
+from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.controller import Controller
 from async_rl.controller.prepare import prepare
 from async_rl.inference.spans import cut_into_segments
@@ -180,24 +181,26 @@ class LateRepliesAreNeverCollected(BatchingClient):
 
 @defect("failure", kinds=staleness_mutations.FAILS[:3], seed=181)
 class FailedValidationRolloutEndsTheRun(Validator):
-    async def _roll(self, prompt, trajectory, session):
+    async def _roll(self, prompt, trajectory, *, number, place):
+        session = f"validation{number}-{place}"
         await self._loop.run(prompt, trajectory=trajectory, session=session, cache_salt=session)
 
 
 class SavesAnotherState(Controller):
     """edit: the state that is saved instead, from it and the prompt cursor."""
 
-    def __init__(self, *, prompts, checkpoints, **options):
+    def __init__(self, config, parts, *, prompts, **options):
+        checkpoints = Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint)
         finish = checkpoints.finish
         checkpoints.finish = lambda state, **of: finish(self.edit(state, prompts.cursor), **of)
-        super().__init__(prompts=prompts, checkpoints=checkpoints, **options)
+        super().__init__(config, replace(parts, checkpoints=checkpoints), prompts=prompts, **options)
 
 
 @defect("failure", of=Controller)
 class QueueForgetsGroupsBeforeTheirCheckpointIsWritten(Controller):
     async def _save(self):
         await super()._save()
-        await self._queue.checkpointed(self._train_step)
+        await self._queue.call(TrajectoryQueue.checkpointed, self._train_step)
 
 
 @defect("exactly once", of=Controller)

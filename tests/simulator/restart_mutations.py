@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from async_rl.controller.recovery import RecoveryLoop
 from async_rl.controller.resume import Resume
+from async_rl.inference.publish_state import PublishState
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.supervisor import RestartLimit
 from async_rl.rollout.content.format import row_checksum
@@ -157,5 +158,8 @@ class FailedTrainerEndsTheRun(RestartLimit):
 class PublishIsCutOffWithItsStage(Publisher):
     async def publish(self, update, *, probe=None):
         async with self._turn:
-            self._newest = update
-            return await self._publish(update, probe)
+            members = {member.name: member for member in self._pool.live}
+            before = None if self._newest is None else self._newest[1]
+            state = PublishState(update.weights, members, max_paused=self._max_paused, before=before)
+            self._newest = update, state
+            return await self._publish(update, state, members, probe)

@@ -1,5 +1,7 @@
 """The simulator finds each planted defect within 1,000 seeds."""
 
+import re
+
 import pytest
 
 from async_rl.simulator.outcome import run_seed
@@ -10,6 +12,7 @@ from tests.simulator.mutations import MUTATIONS
 pytestmark = pytest.mark.mutations
 
 SEEDS = 1000
+OTHER_SIGNATURE = r"unexpected keyword argument|positional argument|has no attribute"
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -21,6 +24,7 @@ def test_simulator_finds_a_planted_defect(name, monkeypatch):
     outcome = next((outcome for outcome in outcomes if outcome.invariant is not None), None)
     assert outcome is not None, f"{SEEDS} seeds hold every invariant in spite of: {name}"
     assert outcome.invariant in defect.broken, outcome.text
+    assert not re.search(OTHER_SIGNATURE, outcome.text), f"{name} does not fit the code that it changes: {outcome.text}"
 
 
 def test_every_invariant_has_a_defect_that_breaks_it():

@@ -90,8 +90,8 @@ class RunWithoutAReplicaGoesOn(Supervisor):
 
 @defect("exactly once", kinds=DIES)
 class NewWorkerStoresNothing(Run):
-    async def start_worker(self, *, slot, name):
-        worker = await super().start_worker(slot=slot, name=name)
+    async def start_worker(self, **options):
+        worker = await super().start_worker(**options)
         call = worker.call
 
         async def call_but_open(method, /, *args, **options):
