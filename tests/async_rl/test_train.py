@@ -251,6 +251,20 @@ def test_the_first_interrupt_stops_softly_and_the_second_at_once(in_loop):
     assert done == [1] and signal.getsignal(signal.SIGINT) is before
 
 
+def test_an_interrupt_that_does_not_end_the_wait_is_handled():
+    """As one that comes just before the wait: the main thread gets it, and is not woken."""
+
+    async def run():
+        stop = asyncio.Event()
+        async with stop_on_interrupt(stop.set, note=lambda _text: None):
+            signal.raise_signal(signal.SIGINT)  # to the thread of the run
+            async with asyncio.timeout(60):
+                await stop.wait()
+        return True
+
+    assert run_in_thread(run)
+
+
 def test_an_interrupt_before_a_run_can_stop_softly_cancels_it():
     closed = []
 

@@ -15,6 +15,7 @@ from async_rl.cluster import rpc, trainer
 from async_rl.config import load_config
 from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.state.checkpoint import FORMAT
 from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, training_batch_of
@@ -169,6 +170,12 @@ async def test_trainer_ranks_are_killed_if_one_does_not_start(call, error, monke
             placement=SimpleNamespace(rank=lambda _number: {}),
         )
     assert killed == ranks and len(ranks) == 2
+
+
+def test_a_warm_start_trains_all_weights_whatever_the_run_trains():
+    config = load_config(["trainer.lora.rank=4", "trainer.lora.alpha=8"])
+    assert trainer.trainer_of(config, warm_start=False).lora.rank == 4
+    assert trainer.trainer_of(config, warm_start=True) == replace(config.trainer, lora=LoraConfig())
 
 
 async def test_trainer_ranks_remove_versions_before_they_close(monkeypatch, tmp_path):
