@@ -64,8 +64,7 @@ def prepare(
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
     """
     heads = batch.groups
-    sound = [_without_failed(head) for head in heads]
-    groups = [head.group for head in heads]
+    sound, groups = [_without_failed(head) for head in heads], [head.group for head in heads]
     mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
     rewards = batch_rewards(sound, advantage)
     advantages = rewards.advantages()

@@ -224,14 +224,7 @@ def training_batch(
         BatchError: all trajectories failed, the number of advantages differs, a token was sampled by a version that
             was not published, or by weights newer than the current ones.
     """
-    trajectories = [
-        (g, t, [(at, trajectory.sequences[at]) for at in of_agent])
-        for g, head in enumerate(heads)
-        for t, trajectory in enumerate(head.trajectories)
-        for of_agent in trajectory.trained.values()
-    ]
-    if not trajectories:
-        raise BatchError("the batch has no trajectories")
+    trajectories = _trained(heads)
     if len(trajectories) != len(advantages.values):
         raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
     of_group = [0 if mini_batches is None else mini_batches[head.group] for head in heads]
@@ -260,6 +253,23 @@ def training_batch(
         admitted_updates=[head.admitted_update for head in heads],
         rewards=rewards,
     )
+
+
+def _trained(heads: Sequence[GroupHead]) -> list[tuple[int, int, list[tuple[int, SequenceHead]]]]:
+    """Group, trajectory, and the numbered sequences of each agent that is trained.
+
+    Raises:
+        BatchError: there are none.
+    """
+    found = [
+        (g, t, [(at, trajectory.sequences[at]) for at in of_agent])
+        for g, head in enumerate(heads)
+        for t, trajectory in enumerate(head.trajectories)
+        for of_agent in trajectory.trained.values()
+    ]
+    if not found:
+        raise BatchError("the batch has no trajectories")
+    return found
 
 
 def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TrainingBatch:
