@@ -8,15 +8,24 @@ from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop, Step
 from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
 from agent_loop.programs.program import ModelAccess, ProgramLoop, command, external
-from agent_loop.reward import Completion, Reward, Score
-from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
+from agent_loop.reward import (
+    Completion,
+    FunctionReward,
+    Reward,
+    Score,
+    cosine_length,
+    exact_match,
+    in_processes,
+    math_answer,
+    overlong_penalty,
+    regex_match,
+)
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.functions import FunctionReward, FunctionTool
+from agent_loop.tools.functions import FunctionTool, ToolClass
 from agent_loop.tools.mcp import McpServer
 from agent_loop.tools.program_tools import python_tool, shell_tool
 from agent_loop.tools.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python, run_shell
-from agent_loop.tools.state import ToolClass
 from agent_loop.tools.tool import (
     MalformedCall,
     PauseGate,

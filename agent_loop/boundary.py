@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from contextvars import ContextVar, copy_context
@@ -242,7 +242,98 @@ def function_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
+def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:
+    """Parameter of a function -> whether it has no default.
+
+    Raises:
+        ValueError: a parameter is no name, such as `*args`; the text starts with `name`.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    for parameter in parameters:
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise ValueError(f"{name} has the parameter {parameter}; give it named parameters only")
+    return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
+
+
+def check_columns(
+    parameters: Mapping[str, bool], target: Mapping[str, Any], *, name: str, beside: Sequence[str]
+) -> None:
+    """Check that a row has the columns that a function needs.
+
+    Args:
+        parameters: the function's parameters, from `named_parameters`.
+        target: columns of the row.
+        beside: names that are no columns.
+
+    Raises:
+        ValueError: names the function, its parameter and the columns.
+    """
+    for parameter, needed in parameters.items():
+        if needed and parameter not in (*beside, *target):
+            raise ValueError(
+                f"{name} has the parameter {parameter}, and a prompt has the columns "
+                f"{', '.join(sorted(target)) or '(none)'}; name it {', '.join(beside)} or as one of them"
+            )
+
+
 # ---- objects
+
+
+class UserClass:
+    """A class of a user; each rollout makes an object of it.
+
+    Args:
+        factory: the class, or its `functools.partial`; called without arguments.
+        kind: noun for messages, such as "environment".
+        opening: method that is called first, if the class has it. It gets any columns of the row by name, and `prompt`.
+
+    Attributes:
+        made: the class.
+        name: name of the class.
+        repeatable: whether the same calls on a new object make the same state.
+
+    Raises:
+        ValueError: the first method has parameters that are no names.
+    """
+
+    def __init__(self, factory: Callable[[], object], *, kind: str, opening: str) -> None:
+        self.made: Any = cast(Any, factory).func if isinstance(factory, partial) else factory
+        self.name: str = getattr(self.made, "__name__", repr(self.made))
+        self.repeatable = bool(getattr(self.made, "repeatable", False))
+        self._factory: Callable[[], Any] = cast(Any, factory)
+        self._kind, self._opening = kind, opening
+        self._columns: dict[str, bool] = {}
+        if (method := getattr(self.made, opening, None)) is not None:
+            self._columns = named_parameters(method.__get__(object()), name=f"{opening} of {kind} {self.name}")
+
+    def check(self, target: Mapping[str, Any]) -> None:
+        """Check that a row has the columns that the first method needs.
+
+        Raises:
+            ValueError: names the parameter and the columns.
+        """
+        check_columns(self._columns, target, name=f"{self._opening} of {self._kind} {self.name}", beside=("prompt",))
+
+    @asynccontextmanager
+    async def new(self, prompt: Prompt, *, timeout_s: float) -> AsyncGenerator[tuple[UserObject, Any]]:
+        """An object that `factory` makes in a thread, and the result of its first method.
+
+        Its method `close` is called at the end, and an error of that is only logged.
+
+        Args:
+            timeout_s: seconds for each call.
+
+        Raises:
+            RolloutError: it cannot be made or opened.
+        """
+        owner = UserObject(self._kind, self.name, prompt, timeout_s=timeout_s)
+        available = {**prompt.target, "prompt": prompt}
+        try:
+            await owner.make(self._factory)
+            columns = {name: available[name] for name in self._columns if name in available}
+            yield owner, await owner.call(self._opening, columns)
+        finally:
+            await owner.close()
 
 
 class UserObject:
@@ -263,28 +354,19 @@ class UserObject:
         self._calls: asyncio.Queue[tuple[Callable[[], Awaitable[Any]], _Clock, asyncio.Future[Any]]] = asyncio.Queue()
         self._task = asyncio.get_running_loop().create_task(self._serve())
 
-    @classmethod
-    @asynccontextmanager
-    async def opened(
-        cls, factory: Callable[[], Any], kind: str, name: str, prompt: Prompt, *, timeout_s: float
-    ) -> AsyncGenerator[UserObject]:
-        """What `factory` makes in a thread. Its method `close` is called at the end, and an error of that is logged.
+    async def make(self, factory: Callable[[], Any]) -> None:
+        """Make the object, in a thread. RolloutError: it cannot be made."""
+        self.made = await self._run("__init__", factory, {})
 
-        Raises:
-            RolloutError: it cannot be made.
-        """
-        owner = cls(kind, name, prompt, timeout_s=timeout_s)
+    async def close(self) -> None:
+        """Call the method `close`, log an error of it, and end the task."""
         try:
-            owner.made = await owner._run("__init__", factory, {})
-            yield owner
+            await self.call("close", {})
+        except RolloutError as error:  # the rollout has ended, and its end stays
+            logging.getLogger(__name__).warning("%s", error)
         finally:
-            try:
-                await owner.call("close", {})
-            except RolloutError as error:  # the rollout has ended, and its end stays
-                logging.getLogger(__name__).warning("%s", error)
-            finally:
-                owner._closed = True
-                owner._task.cancel()
+            self._closed = True
+            self._task.cancel()
 
     async def call(self, method: str, arguments: Mapping[str, Any]) -> Any:
         """The result of a method; None if the object does not have it.

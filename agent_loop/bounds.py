@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 import operator
+import typing
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, fields
 from functools import cache
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeVar,
-    Union,
-    cast,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -69,8 +59,8 @@ def _broken_rule(hint: Any, value: Any) -> str:
     members = [member for member in _members(hint) if member is not type(None)]
     if value is None:
         return ""
-    if all(get_origin(member) is Literal for member in members):
-        choices = [choice for member in members for choice in get_args(member)]
+    if all(typing.get_origin(member) is Literal for member in members):
+        choices = [choice for member in members for choice in typing.get_args(member)]
         return "" if value in choices else f"one of {', '.join(map(str, choices))}"
     bounds = bounds_of(hint)
     holds = all(_HOLDS[sign](value, limit) for sign, limit in bounds)
@@ -80,9 +70,9 @@ def _broken_rule(hint: Any, value: Any) -> str:
 @cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     """Annotations of the fields of a dataclass, inherited ones included."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in fields(kind)}
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)

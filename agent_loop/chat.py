@@ -131,7 +131,7 @@ class Chat:
             sampled: see `prompt`.
         """
         marked, tokens = self._with_marks(messages, sampled)
-        ids = self._encode_around(self._end_of_turn + self._tail_of(marked, STAND_INS[0]), tokens)
+        ids = self._encode_around(self._end_of_turn + self._tail(marked, STAND_INS[0]), tokens)
         return ids[1:] if self.ends_turn(after) else ids
 
     def reply_texts(self, token_ids: Int32Array, *, count: int) -> list[str]:
@@ -141,7 +141,7 @@ class Chat:
         this is the text of the whole reply.
         """
         marks = [f"stand-in reply {number:06d}, 5be1" for number in range(count)]
-        tail = self._tail([Message(role="tool", content=mark) for mark in marks], STAND_INS[0])
+        tail = self._tail([{"role": "tool", "content": mark} for mark in marks], STAND_INS[0])
         shape = self._control.decode(self._encode(self._end_of_turn + tail).tolist())
         pieces = re.split("|".join(marks), shape)  # fewer if the tokenizer cannot write the marks
         first, between, last = pieces[0], pieces[1:-1], pieces[-1]
@@ -291,11 +291,8 @@ class Chat:
             )
         )
 
-    def _tail(self, messages: Sequence[Message], stand_in: str) -> str:
+    def _tail(self, messages: list[dict[str, Any]], stand_in: str) -> str:
         """Text that the template renders after the end-of-turn token of an assistant turn `stand_in`."""
-        return self._tail_of([self._swapped(m) for m in messages], stand_in)
-
-    def _tail_of(self, messages: list[dict[str, Any]], stand_in: str) -> str:
         conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": stand_in}]
         try:
             rendered = self._render(conversation + messages)
@@ -319,11 +316,10 @@ class Chat:
         Raises:
             ChatTemplateError: it leaves them out, or renders them differently depending on the turn before.
         """
-        message = Message(role=role, content="0")
-        first, second = (self._tail([message], stand_in) for stand_in in STAND_INS)
-        if first != second or message.content not in first:
+        first, second = (self._tail([{"role": role, "content": "0"}], stand_in) for stand_in in STAND_INS)
+        if first != second or "0" not in first:
             raise ChatTemplateError(
-                f"the chat template renders a message of role {message.role!r} differently depending on the turn "
+                f"the chat template renders a message of role {role!r} differently depending on the turn "
                 f"before it, or leaves it out: {first!r} and {second!r}; use a template that appends"
             )
 
@@ -342,8 +338,6 @@ class Chat:
         """A message for the template, with its control tokens as text."""
         swap = self._control.swap
         fields: dict[str, Any] = {"role": swap(message.role), "content": swap(message.content)}
-        if message.reasoning is not None:
-            fields["reasoning_content"] = swap(message.reasoning)
         if message.tool_calls:
             fields["tool_calls"] = [
                 {
@@ -353,10 +347,8 @@ class Chat:
                 }
                 for call in message.tool_calls
             ]
-        for name, value in (("tool_call_id", message.tool_call_id), ("name", message.name)):
-            if value is not None:
-                fields[name] = swap(value)
-        return fields
+        more = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
+        return fields | {name: swap(value) for name, value in more.items() if value is not None}
 
 
 def _arguments(text: str) -> Any:

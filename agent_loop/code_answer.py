@@ -86,18 +86,16 @@ async def _count_passed(answer: str, tests: Sequence[_Test], *, limits: SandboxL
     for test in tests:
         if (left := end - clock()) <= 0:
             break
-        if await _passes(answer, test, limits=replace(limits, wall_s=left)):
-            passed += 1
-        elif not all_tests:
+        bounds = replace(limits, wall_s=left)
+        if test.code:
+            passes = await _passes_code(answer, test.code, limits=bounds)
+        else:
+            result = await run_python(answer, stdin=test.stdin, limits=bounds)
+            passes = result.exit_code == 0 and _lines(result.stdout) == _lines(test.stdout)
+        passed += passes
+        if not (passes or all_tests):
             break
     return passed
-
-
-async def _passes(answer: str, test: _Test, *, limits: SandboxLimits) -> bool:
-    if test.code:
-        return await _passes_code(answer, test.code, limits=limits)
-    result = await run_python(answer, stdin=test.stdin, limits=limits)
-    return result.exit_code == 0 and _lines(result.stdout) == _lines(test.stdout)
 
 
 async def _passes_code(answer: str, test: str, *, limits: SandboxLimits) -> bool:
@@ -107,13 +105,9 @@ async def _passes_code(answer: str, test: str, *, limits: SandboxLimits) -> bool
     with contextlib.ExitStack() as stack:
         for end in (asked, to_answer, answered, to_test):
             stack.callback(os.close, end)
-        programs = [
-            asyncio.create_task(_run_peer(start, reading, writing, *given, limits=limits))
-            for start, reading, writing, *given in (
-                ("serve_answer", asked, to_test, answer),
-                ("run_test", answered, to_answer, test, mark),
-            )
-        ]
+        serves = _run_peer("serve_answer", asked, to_test, answer, limits=limits)
+        tests = _run_peer("run_test", answered, to_answer, test, mark, limits=limits)
+        programs = [asyncio.create_task(serves), asyncio.create_task(tests)]
         try:
             await asyncio.wait(programs, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -135,11 +129,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _read_tests(tests: Any) -> list[_Test]:
-    """The tests of a row.
-
-    Raises:
-        ValueError: the column has another form.
-    """
+    """The tests of a row. ValueError: the column has another form."""
     if isinstance(tests, str) and tests.lstrip().startswith(("[", "{")):
         with contextlib.suppress(ValueError):  # it is code
             tests = json.loads(tests)
@@ -149,16 +139,12 @@ def _read_tests(tests: Any) -> list[_Test]:
             raise ValueError("tests has fn_name, calls of a function; write them as assert statements")
         if len(columns.get("inputs") or ()) != len(columns.get("outputs") or ()):
             raise ValueError("tests has inputs and outputs of different number")
-        tests = [
-            {"input": given, "output": expected}
-            for given, expected in zip(columns.get("inputs") or (), columns.get("outputs") or (), strict=True)
-        ]
-    listed = (
-        [tests] if isinstance(tests, str) else list(cast(Sequence[Any], tests)) if isinstance(tests, Sequence) else []
-    )
-    if not listed:
+        pairs = zip(columns.get("inputs") or (), columns.get("outputs") or (), strict=True)
+        tests = [{"input": given, "output": expected} for given, expected in pairs]
+    listed: Any = [tests] if isinstance(tests, str) else tests
+    if not listed or not isinstance(listed, Sequence):
         raise ValueError(f"tests is {_shown(tests)}; give code with assert statements, or input and output")
-    return [_read_test(each) for each in listed]
+    return list(map(_read_test, cast(Sequence[Any], listed)))
 
 
 def _read_test(test: Any) -> _Test:

@@ -28,15 +28,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from agent_loop.answers import check_answer, cut_segments
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.timeline import timed
 from message_queue.errors import AnswerError, ContractError, EngineError, PromptError, RolloutError
-from message_queue.tokens import Int32Array, RoutedExperts, StopReason, TokenOutput
+from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import Trajectory, Turn
 
 FindStop = Callable[[Int32Array], int | None]
@@ -150,7 +150,11 @@ class SegmentDecoder:
             except (AnswerError, ContractError) as error:
                 self.num_refused += 1
                 refused_in_a_row += 1
-                self._require_patience(refused_in_a_row, request, error)
+                if refused_in_a_row > self._limits.max_refused_answers:
+                    raise RolloutError(
+                        f"the answer to request {request.request_id} was refused, {refused_in_a_row} in a row "
+                        f"(limits.max_refused_answers={self._limits.max_refused_answers}): {error}"
+                    ) from error
                 continue
             refused_in_a_row = 0
             if stopped:
@@ -204,22 +208,15 @@ class SegmentDecoder:
             return None
         return cut_segments(answer, count=max(1, count - len(before)), first_position=len(trajectory))
 
-    def _require_patience(self, refused_in_a_row: int, request: GenerateRequest, error: Exception) -> None:
-        if refused_in_a_row > self._limits.max_refused_answers:
-            raise RolloutError(
-                f"the answer to request {request.request_id} was refused, {refused_in_a_row} in a row "
-                f"(limits.max_refused_answers={self._limits.max_refused_answers}): {error}"
-            ) from error
-
     def _request(self, trajectory: Trajectory, left: int) -> GenerateRequest:
         number, self._num_requests = self._num_requests, self._num_requests + 1
-        existing_rows, forced = _rows_wanted(trajectory)
+        is_whole = trajectory.resume_routing in ("replace", "split")
         return GenerateRequest(
             request_id=f"{self._prefix}{number}.",
             token_ids=trajectory.token_ids(),
             max_new_tokens=min(left, self._stride),
-            existing_rows=existing_rows,
-            forced_experts=forced,
+            existing_rows=0 if is_whole else trajectory.num_rows,
+            forced_experts=trajectory.leading_rows() if trajectory.resume_routing == "force" else None,
             stop_token_ids=self._stop_token_ids,
             sampling=self._sampling,
             session=self._session,
@@ -246,12 +243,59 @@ class SegmentDecoder:
             ) from error
 
 
-def _rows_wanted(trajectory: Trajectory) -> tuple[int, RoutedExperts | None]:
-    """(first row that a request asks for, rows that the engine is made to use)."""
-    match trajectory.resume_routing:
-        case "append":
-            return trajectory.num_rows, None
-        case "force":
-            return trajectory.num_rows, trajectory.leading_rows()
-        case "replace" | "split":
-            return 0, None
+def check_answer(segments: Sequence[TokenOutput], request: GenerateRequest) -> None:
+    """Refuse an answer that `Engine.generate` does not allow. The check does not depend on the trajectory.
+
+    Raises:
+        ContractError: no segment, more tokens than asked for, a segment before the last that has no tokens or does
+            not end with an abort, or tokens after a stop token.
+    """
+    if not segments:
+        raise ContractError(f"request {request.request_id} was answered with no segment; need at least one")
+    who = f"replica {segments[-1].replica}"
+    count = sum(map(len, segments))
+    if count > request.max_new_tokens:
+        raise ContractError(
+            f"{who} returned {count} tokens for request {request.request_id}, "
+            f"which asked for at most {request.max_new_tokens}"
+        )
+    for number, segment in enumerate(segments[:-1]):
+        if segment.stop_reason is not StopReason.ABORT or not len(segment):
+            raise ContractError(
+                f"{who} went on after segment {number} of request {request.request_id}, which has {len(segment)} "
+                f"tokens and stop_reason {segment.stop_reason}; all but the last hold tokens and end with abort"
+            )
+    token_ids = np.concatenate([segment.token_ids for segment in segments])
+    for early in np.flatnonzero(np.isin(token_ids[:-1], request.stop_token_ids))[:1]:
+        raise ContractError(
+            f"{who}: request {request.request_id} has stop token {int(token_ids[early])} as token {int(early)} of "
+            f"{len(token_ids)}; a stop token ends the decode"
+        )
+
+
+def cut_segments(segments: Sequence[TokenOutput], *, count: int, first_position: int) -> list[TokenOutput]:
+    """The first `count` (>= 1) tokens, as an engine would have returned them that stopped there.
+
+    Args:
+        first_position: absolute position of the first token.
+    """
+    kept: list[TokenOutput] = []
+    for segment in segments:
+        size = min(len(segment), count)
+        rows = segment.routed_experts
+        if size < len(segment) and rows is not None:
+            rows = rows.before(first_position + size - 1)
+        kept.append(
+            replace(
+                segment,
+                token_ids=segment.token_ids[:size],
+                logprobs=segment.logprobs[:size],
+                routed_experts=rows,
+                support=None if segment.support is None else segment.support.part(0, size),
+            )
+        )
+        count, first_position = count - size, first_position + size
+        if not count:
+            break
+    kept[-1] = replace(kept[-1], stop_reason=StopReason.STOP)
+    return kept

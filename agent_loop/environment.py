@@ -18,20 +18,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 
 import numpy as np
 
-from agent_loop.boundary import UserObject
+from agent_loop.boundary import UserClass, UserObject
 from agent_loop.chat import CHARS_PER_TOKEN, Chat, encoded
-from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt, sampled_tokens
+from agent_loop.decoder import SegmentDecoder, observe_prompt, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.reward import number_or_nan
-from agent_loop.tools.functions import check_columns, named_parameters
+from agent_loop.reward import Score, number_or_nan
+from agent_loop.single_turn import TurnLoop
 from agent_loop.tools.tool import PauseGate
 from message_queue.errors import RolloutError, StateLostError
 from message_queue.tokens import Int32Array, StopReason
@@ -50,55 +49,27 @@ class Step:
     """Whether the rollout ends."""
 
 
-class EnvironmentClass:
+class EnvironmentClass(UserClass):
     """A class of environments; each rollout makes one.
 
     Args:
-        factory: the class, or its `functools.partial`; called without arguments. `reset` gets any columns of the
-            row by name, and `prompt`. It returns the opening conversation, or None for that of the prompt.
-
-    Attributes:
-        repeatable: whether the same turns in a new environment have the same answers.
+        factory: see `agent_loop.boundary.UserClass`. `reset` returns the opening conversation, or None for that of the
+            prompt.
 
     Raises:
         ValueError: it has no `step`, or a `reset` with parameters that are no names.
     """
 
     def __init__(self, factory: Callable[[], object]) -> None:
-        made: Any = cast(Any, factory).func if isinstance(factory, functools.partial) else factory
-        self.name: str = getattr(made, "__name__", repr(made))
-        if not isinstance(made, type) or not callable(getattr(made, "step", None)):
+        super().__init__(factory, kind="environment", opening="reset")
+        if not isinstance(self.made, type) or not callable(getattr(self.made, "step", None)):
             raise ValueError(f"environment is {factory!r}; give a class with a method step(text)")
-        self.repeatable = bool(getattr(made, "repeatable", False))
-        self._factory: Callable[[], Any] = factory
-        self._columns: dict[str, bool] = {}
-        if reset := getattr(made, "reset", None):
-            bound = reset.__get__(object())
-            self._columns = named_parameters(bound, name=f"reset of environment {self.name}")
-
-    def check(self, target: Mapping[str, Any]) -> None:
-        """Check that a row has the columns that `reset` needs.
-
-        Raises:
-            ValueError: names the parameter and the columns.
-        """
-        check_columns(self._columns, target, name=f"reset of environment {self.name}", beside=("prompt",))
 
     @asynccontextmanager
     async def opened(self, prompt: Prompt, *, timeout_s: float) -> AsyncGenerator[OpenEnvironment]:
-        """A new environment after its reset; it is closed at the end.
-
-        Args:
-            timeout_s: seconds for each call.
-
-        Raises:
-            RolloutError: it cannot be made or reset. An error of `close` is only logged.
-        """
-        available = {**prompt.target, "prompt": prompt}
-        async with UserObject.opened(self._factory, "environment", self.name, prompt, timeout_s=timeout_s) as owner:
-            environment = OpenEnvironment(owner, self.name, prompt)
-            await environment.reset({name: available[name] for name in self._columns if name in available})
-            yield environment
+        """A new environment after its reset; see `UserClass.new`."""
+        async with self.new(prompt, timeout_s=timeout_s) as (owner, messages):
+            yield OpenEnvironment(owner, self.name, messages or prompt.messages)
 
 
 class OpenEnvironment:
@@ -109,15 +80,11 @@ class OpenEnvironment:
         reward: sum over the steps.
     """
 
-    def __init__(self, owner: UserObject, name: str, prompt: Prompt) -> None:
-        self.messages: Sequence[Message] = prompt.messages
+    def __init__(self, owner: UserObject, name: str, messages: Sequence[Message]) -> None:
+        self.messages = messages
         self.reward = 0.0
         self._owner = owner
         self._name = name
-
-    async def reset(self, columns: Mapping[str, Any]) -> None:
-        """Start the rollout."""
-        self.messages = await self._owner.call("reset", columns) or self.messages
 
     async def step(self, text: str) -> Step:
         """The answer to a turn; its reward is added.
@@ -133,7 +100,7 @@ class OpenEnvironment:
         return step
 
 
-class EnvironmentLoop:
+class EnvironmentLoop(TurnLoop):
     """An AgentLoop: the turns of a model and the steps of an environment.
 
     A trajectory ends with
@@ -144,11 +111,8 @@ class EnvironmentLoop:
     A rollout that is resumed repeats its complete turns in a new environment; this is possible only if
     the environment is repeatable or no turn has been answered.
 
-    `Trajectory.info` has
-        turns: model calls;
-        done: 1 if the environment ended the rollout, else 0;
-        aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each retried.
+    `Trajectory.info` also has
+        done: 1 if the environment ended the rollout, else 0.
     """
 
     def __init__(
@@ -161,25 +125,14 @@ class EnvironmentLoop:
         sampling: SamplingConfig,
         gate: PauseGate | None = None,
     ) -> None:
+        super().__init__(engine=engine, chat=chat, limits=limits, sampling=sampling)
         chat.check_role("user")
-        self._engine = engine
-        self._chat = chat
         self._environment = environment
-        self._limits = limits
-        self._sampling = sampling
         self._gate = gate or PauseGate()
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         """Fill and close `trajectory`; see AgentLoop.run."""
-        decoder = SegmentDecoder(
-            self._engine,
-            sampling=self._sampling,
-            stop_token_ids=self._chat.stop_token_ids,
-            session=session,
-            cache_salt=cache_salt,
-            limits=self._limits,
-            find_stop=self._chat.find_stop,
-        )
+        decoder = self._decoder(session, cache_salt)
         name = self._environment.name
         if len(trajectory.turns) > 1 and not (self._environment.repeatable or trajectory.closed):
             raise StateLostError(f"the state of environment {name} is gone, and its class is not repeatable")
@@ -190,20 +143,11 @@ class EnvironmentLoop:
             observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
             await self._repeat(environment, trajectory)
             stop_reason, done = await self._turns(trajectory, decoder, environment)
-        info = {
-            "turns": float(len(trajectory.turns)),
-            "done": float(done),
-            "aborts": float(decoder.num_aborts),
-            "refused_answers": float(decoder.num_refused),
-        }
-        trajectory.close(stop_reason=stop_reason, reward=environment.reward, info=info)
+        score = Score(environment.reward)
+        self._close(trajectory, decoder, stop_reason=stop_reason, score=score, done=done)
 
     async def _repeat(self, environment: OpenEnvironment, trajectory: Trajectory) -> None:
-        """Repeat the steps of a rollout that is resumed.
-
-        Raises:
-            StateLostError: the environment answers in another way than before.
-        """
+        """Repeat the steps of a rollout that is resumed."""
         for turn, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
             sampled = sampled_tokens(turn)
             step = await environment.step(self._chat.text(sampled))
@@ -219,10 +163,9 @@ class EnvironmentLoop:
     ) -> tuple[StopReason, bool]:
         """Why the trajectory ends, and whether the environment is done."""
         while True:
-            stop_reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, self._limits))
+            stop_reason, turn = await self._decode(decoder, trajectory)
             if stop_reason is StopReason.LENGTH:
                 return StopReason.LENGTH, False
-            turn = sampled_tokens(trajectory.turns[-1])
             await self._gate.passed()
             step = await environment.step(self._chat.text(turn))
             if step.done or not self._chat.finished(turn):

@@ -150,11 +150,8 @@ def timed(kind: str, **args: Any) -> Generator[dict[str, Any]]:
     if outer is None:
         yield args
         return
-    span = outer.timeline.start(kind, inside=outer, **outer.args, **args)
-    try:
+    with outer.timeline.span(kind, inside=outer, **outer.args, **args) as span:
         yield span.args
-    finally:
-        outer.timeline.end(span)
 
 
 def record(kind: str, started: float, **args: Any) -> None:

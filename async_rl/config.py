@@ -36,8 +36,8 @@ from async_rl.files.command import prog
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
 from async_rl.files.validation import explain
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
-from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import EngineConfig, own_variables
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
 from async_rl.inference.supervisor import SupervisionConfig
@@ -429,9 +429,9 @@ def composed_values(
 
 def _model_choice(overrides: Sequence[str], config_dir: Path) -> list[str]:
     """The preset for checkpoints if `overrides` give one and choose no preset of the model themselves."""
-    is_open = not any(word.startswith("model=") for word in overrides)
-    is_open &= (config_dir / "model" / "hugging_face.yaml").is_file()
-    return ["model=hugging_face"] if is_open and _has_checkpoint(overrides) else []
+    is_chosen = any(word.startswith("model=") for word in overrides) or not _has_checkpoint(overrides)
+    has_preset = (config_dir / "model" / "hugging_face.yaml").is_file()
+    return ["model=hugging_face"] if has_preset and not is_chosen else []
 
 
 def _has_checkpoint(overrides: Sequence[str]) -> bool:
@@ -489,41 +489,32 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
             f"{lacking[0]}='${{oc.env:VARIABLE}}'"
         )
     try:
-        values = _with_device(_without_empty_schedules(values))
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_with_derived(values)))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(e, values=values) for e in error.errors())) from error
 
 
-def _without_empty_schedules(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`, in which a schedule over the updates of a phase without updates is constant: no update asks it."""
-    found = dict(values)
-    if found.get("total_train_steps") == 0:
-        found["optimizer"] = _constant(found.get("optimizer"))
-    warm = cast(Any, found.get("warm_start"))
-    if isinstance(warm, Mapping) and cast(Mapping[str, Any], warm).get("steps") == 0:
-        found["warm_start"] = {**warm, "optimizer": _constant(cast(Mapping[str, Any], warm).get("optimizer"))}
-    return found
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name)
+    return dict(cast(Mapping[str, Any], section)) if isinstance(section, Mapping) else {}
 
 
-def _with_device(values: dict[str, Any]) -> dict[str, Any]:
-    """`values`, in which engines whose device is `auto` are on a GPU if one is reserved for them."""
-    engine, cluster = values.get("engine"), values.get("cluster", {})
-    if not isinstance(engine, Mapping) or cast(Mapping[str, Any], engine).get("device", "auto") != "auto":
-        return values
-    given = (cluster.get("gpus_per_rank"), cluster.get("gpus_per_replica"))
-    if not all(isinstance(number, int | float | None) for number in given):
-        return values  # refused by their types
-    per_rank, per_replica = given
-    reserved = per_rank or 0 if per_replica is None else per_replica
-    return {**values, "engine": {**engine, "device": "cuda" if reserved > 0 else "cpu"}}
+def _with_derived(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, in which engines whose device is `auto` are on a GPU if one is reserved for them.
 
-
-def _constant(optimizer: Any) -> Any:
-    """The optimizer with a constant schedule if its own has no updates to decay over."""
-    if not isinstance(optimizer, Mapping) or cast(Mapping[str, Any], optimizer).get("decay_steps") != 0:
-        return optimizer
-    return {**cast(Mapping[str, Any], optimizer), "decay": "constant"}
+    A schedule over the updates of a phase without updates is constant: no update asks it.
+    """
+    found, warm = dict(values), _section(values, "warm_start")
+    for phase, updates in ((found, found.get("total_train_steps")), (warm, warm.get("steps"))):
+        optimizer = _section(phase, "optimizer")
+        if updates == 0 and optimizer.get("decay_steps") == 0:
+            phase["optimizer"] = optimizer | {"decay": "constant"}
+    engine, cluster = _section(found, "engine"), _section(found, "cluster")
+    gpus = cluster.get("gpus_per_rank"), cluster.get("gpus_per_replica")
+    if engine.get("device", "auto") == "auto" and all(isinstance(number, int | float | None) for number in gpus):
+        reserved = gpus[0] or 0 if gpus[1] is None else gpus[1]
+        engine["device"] = "cuda" if reserved > 0 else "cpu"
+    return found | {name: made for name, made in (("engine", engine), ("warm_start", warm)) if name in found}
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -544,11 +535,7 @@ def preset_names(folder: Path) -> list[str]:
 
 
 def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
-    """Refuse presets that do not exist, and several values for one key.
-
-    Raises:
-        ConfigError: names the override and the way out.
-    """
+    """Refuse presets that do not exist, and several values for one key."""
     for word in overrides:
         if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"{word!r} is not an override; write key=value")
@@ -578,10 +565,7 @@ def _check_overrides(overrides: Sequence[str], config_dir: Path) -> None:
 
 
 def _forced(override: str, config_dir: Path) -> str:
-    """An override that sets a value whether or not a preset names the field.
-
-    `seed=4` -> `++seed=4`. The choice of a preset (`engine=sglang`) and Hydra's `+`, `++` and `~` are unchanged.
-    """
+    """`seed=4` -> `++seed=4`, which needs no preset that names the field; choices of presets and `+` stay."""
     name, is_set, _ = override.partition("=")
     return f"++{override}" if is_set and _FIELD.fullmatch(name) and not (config_dir / name).is_dir() else override
 
@@ -739,16 +723,11 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.workers is {rollout.workers} with a schedule, to which only rollouts in the process of the "
             "driver keep; set rollout.workers=1"
         )
+    trains_all = f"with schedule={config.schedule}; a run that keeps to a schedule trains all of it"
     if rollout.drop_without_spread:
-        yield (
-            f"rollout.drop_without_spread is {rollout.drop_without_spread} with schedule={config.schedule}; a run that "
-            "keeps to a schedule trains all of it: set it to 0"
-        )
+        yield f"rollout.drop_without_spread is {rollout.drop_without_spread} {trains_all}: set it to 0"
     if config.staleness.policy != "wait":
-        yield (
-            f"staleness.policy is {config.staleness.policy!r} with schedule={config.schedule}; a run that keeps to a "
-            "schedule trains all of it: use staleness=wait"
-        )
+        yield f"staleness.policy is {config.staleness.policy!r} {trains_all}: use staleness=wait"
 
 
 def _trainer_problems(config: RunConfig) -> Iterator[str]:

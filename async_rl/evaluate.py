@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from async_rl.config import CONFIGS, RECIPES, RunConfig, load_config, recipe_overrides
-    from async_rl.controller.config_record import FIRST, newest_config
+    from async_rl.controller.resume import FIRST, newest_config
 
     try:
         directory = local_checkpoint(arguments.directory).absolute()
@@ -111,19 +111,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog=prog("evaluate"), description="Roll out held-out prompts, and report rewards and pass@k."
     )
     add = parser.add_argument
-    add(
-        "directory",
-        metavar="MODEL_OR_RUN",
-        help="a Hugging Face folder, a name at the hub, or an output_dir",
-    )
+    add("directory", metavar="MODEL_OR_RUN", help="a Hugging Face folder, a name at the hub, or an output_dir")
     add("--step", type=int, default=None, help="train step of a checkpoint of the run, default: its final model")
     add("--recipe", metavar="NAME", help="for a model: a folder of recipes/; its overrides come first")
     add("--task", metavar="FILE", help="for a model: FILE.py or FILE.py:NAME of a Task")
     add("--out", type=Path, default=None, metavar="DIR", help="new folder, default: evaluation-N in the output_dir")
-    add(
-        "overrides",
-        metavar="key=value",
-        nargs="*",
-        help="for instance validation.prompts=64 validation.samples=8 validation.sampling.temperature=0.6",
-    )
+    example = "for instance validation.prompts=64 validation.samples=8 validation.sampling.temperature=0.6"
+    add("overrides", metavar="key=value", nargs="*", help=example)
     return parser.parse_intermixed_args(argv)

@@ -90,11 +90,7 @@ def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -
 
 
 def _trainer_config(directory: Path) -> TrainerConfig:
-    """That of the run, for one rank on any device.
-
-    Raises:
-        ValueError: not a run directory.
-    """
+    """That of the run, for one rank on any device."""
     for name in ("config.yaml", "model"):
         if not (directory / name).exists():
             raise ValueError(f"{directory} has no {name}; give the output_dir of a run that was started")

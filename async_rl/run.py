@@ -51,14 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """`main`; the run directory is owned until `stack` is closed."""
-    from async_rl.config import (
-        CONFIGS,
-        RECIPES,
-        build_config,
-        composed_values,
-        plain_values,
-        recipe_overrides,
-    )  # after the environment is set; a check of the device imports torch
+    from async_rl.config import CONFIGS, RECIPES, build_config, composed_values, plain_values, recipe_overrides
 
     try:
         given: list[str] = arguments.overrides
@@ -178,10 +171,6 @@ def train(
             finished = run_in_thread(program.run)
         except Exception as error:
             raise RuntimeError(_logged_failure(error, directory).rstrip()) from error
-    return _result(directory, finished=finished)
-
-
-def _result(directory: Path, *, finished: bool) -> TrainResult:
     return TrainResult(
         output_dir=directory,
         finished=finished,
@@ -245,15 +234,8 @@ def resume_command(arguments: argparse.Namespace, *, output_dir: Path) -> str:
     options = [word for option, value in given if value is not None for word in (option, str(value))]
     own = ("output_dir", "resume")
     overrides = [_masked(word) for word in arguments.overrides if word.partition("=")[0].lstrip("+") not in own]
-    return shlex.join(
-        [
-            *words("run"),
-            *options,
-            *overrides,
-            f"output_dir={hydra_value(str(output_dir))}",
-            "resume=auto",
-        ]
-    )
+    directory = f"output_dir={hydra_value(str(output_dir))}"
+    return shlex.join([*words("run"), *options, *overrides, directory, "resume=auto"])
 
 
 def _masked(override: str) -> str:
@@ -328,11 +310,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--config-name", metavar="NAME", default="run", help="file of the config folder to start from, default: run")
     add("--config-dir", metavar="DIR", type=_absolute, help="folder of configs, default: those of the project")
     add("--show", action="store_true", help="print all values of the run as YAML, and exit")
-    add(
-        "--check",
-        action="store_true",
-        help="check config, task, model and files without starting a process, print a summary, and exit",
-    )
+    checks = "check config, task, model and files without starting a process, print a summary, and exit"
+    add("--check", action="store_true", help=checks)
     add("overrides", metavar="key=value", nargs="*", help="for instance total_train_steps=5 engine.replicas=2")
     return parser.parse_intermixed_args(argv)  # options may stand between overrides
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.files.command import prog
-from async_rl.metrics.live import serve
+from async_rl.metrics.pages import serve
 from async_rl.metrics.viewer import write_page
 
 
@@ -48,12 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(directory: Path, *, host: str, port: int) -> int:
-    """Serve the pages of a run until Ctrl-C.
-
-    Raises:
-        ValueError: the directory is not that of a run.
-        OSError: the port is in use.
-    """
+    """Serve the pages of a run until Ctrl-C."""
     from async_rl.metrics.report import read_run, report_page
 
     read_run(directory)

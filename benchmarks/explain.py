@@ -184,7 +184,8 @@ def judge(cause: str, *, seed: int, held_out: bool) -> Result:
         write_run(planted, Path(folder), steps=STEPS, seed=seed)
         explanation = explain(Path(folder))
     gain = 0.0
-    if explanation.predictions and (change := explanation.predictions[0].override.change) is not None:
+    if explanation.predictions:
+        change = explanation.predictions[0].override.change
         before, after = (
             sum(simulate(run, steps=STEPS, seed=seed + other).step_s for other in OTHER_SEEDS)
             for run in (planted, change(planted))

@@ -31,6 +31,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -41,17 +42,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from async_rl.cluster.batching import BatchingClient, BatchingServer, Call, Reply
 from async_rl.cluster.queue import REFUSALS, QueueActor, QueueUnavailable
+from async_rl.config import QueueConfig
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.recorded import StoredRolloutLog
+from async_rl.rollout.recorded import RolloutLog
 from benchmarks.support import in_turns, markdown_table, paired_ratio, say, show
-from message_queue.contract import Admission, Batch
+from message_queue.contract import Batch
 from message_queue.heads import GroupHead, head_of
 from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import GroupContent, content_of
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, Trajectory
 from tests.helpers.groups import routed, segment, trajectory
 from tests.helpers.stored import records_of
 
@@ -95,7 +97,8 @@ class PlainQueue:
 
     def __init__(self) -> None:
         queue = TrajectoryQueue(build_policy(NO_BOUND, batch_groups=BATCH), max_ready=AT_ONCE)
-        self._server = BatchingServer(queue, refusals=REFUSALS)
+        self._server = BatchingServer()
+        self._server.serve(queue, refusals=REFUSALS)
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
         return await self._server.exchange(client, calls, cancelled)
@@ -172,7 +175,7 @@ class RolloutEnd:
     async def roll(self, contents: Sequence[Trajectory], admission: Admission) -> tuple[GroupHead, GroupContent]:
         """Answer of a worker whose group is finished."""
         if self._writer is not None:
-            log = StoredRolloutLog(self._writer)
+            log = RolloutLog(self._writer)
             for number, each in enumerate(contents):
                 for record in records_of(each, group=admission.group, number=number):
                     log.append(record)
@@ -324,7 +327,14 @@ def actor(stack: AsyncExitStack, cls: type, *arguments: Any) -> Any:
 async def make_ways(stack: AsyncExitStack, shape: Shape, folder: Path, *, with_peer: bool) -> dict[str, Any]:
     """Name -> coroutine function of a number of groups."""
     rollouter, trainer = actor(stack, Host, shape), actor(stack, Host, shape)
-    journaled: Any = QueueActor.remote(batch_groups=BATCH, staleness=NO_BOUND, max_ready=AT_ONCE)
+    journaled: Any = QueueActor.remote(
+        SimpleNamespace(
+            rollout=SimpleNamespace(groups_per_batch=BATCH),
+            trainer=SimpleNamespace(updates_per_batch=1),
+            staleness=NO_BOUND,
+            queue=QueueConfig(max_ready=AT_ONCE),
+        )
+    )
     stack.callback(ray.kill, journaled)
     await journaled.open.remote(JournalPlace(directory=folder, run="benchmark"))
     ways: dict[str, Any] = {}

@@ -56,7 +56,7 @@ from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.task import TaskConfig, build_task
 from async_rl.weights.model_info import ModelInfo, read_model_info
 from benchmarks.support import in_turns, markdown_table, say, show
-from message_queue.contract import Admission
+from message_queue.trajectory import Admission
 from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 

@@ -25,10 +25,9 @@ from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import read_model_info
-from message_queue.queue import Admission
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import TrainingSequence
-from message_queue.trajectory import PromptGroup
+from message_queue.trajectory import Admission, PromptGroup
 from recipes.calculator.task import CalculatorTask, calculator_task
 
 FloatArray = NDArray[np.float64]

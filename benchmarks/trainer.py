@@ -46,7 +46,8 @@ from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
-from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
+from async_rl.trainer.state.adam import Optimizer
+from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.trainer.step import MicroBatch, MicroBatchBuilder
 from async_rl.weights.model_info import read_model_info
 from benchmarks.equal_weights import evaluate, save_random
@@ -60,10 +61,9 @@ from benchmarks.support import (
     trainers_side_by_side,
     with_sequences,
 )
-from message_queue.routing_rows import RowRun
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import ExpertArray, RoutingSpec
-from message_queue.training_sequence import TrainingSequence
+from message_queue.training_sequence import RowRun, TrainingSequence
 
 ADAM = OptimizerConfig(lr=1e-9)  # the live router goes on choosing the rows
 KEPT = 16  # tokens that the sampler kept at each position

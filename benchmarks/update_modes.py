@@ -38,8 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig, load_config
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import KVPolicy
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.task import Task, build_task

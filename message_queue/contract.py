@@ -6,20 +6,7 @@ from dataclasses import dataclass, field
 
 from message_queue.heads import GroupHead
 from message_queue.ledger import LedgerCounts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
-    """Permission to roll out one prompt."""
-
-    group: int
-    """Id, unique in a run and never reused."""
-    prompt: int
-    """Index of the prompt in its source."""
-    admitted_version: int
-    """Newest `param_version` that every replica serves."""
-    admitted_update: int
-    """Optimizer updates held by those weights."""
+from message_queue.trajectory import Admission
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from message_queue.contract import Admission
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop, DropKind
+from message_queue.trajectory import Admission
 
 
 class Admitted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import msgspec
 
 from message_queue.tokens import StopReason
-from message_queue.trajectory import POLICY, PromptGroup, Trajectory, Turn
+from message_queue.trajectory import POLICY, Admission, PromptGroup, Trajectory, Turn
 
 Span = tuple[int, int]  # (param_version, tokens that it sampled)
 
@@ -85,17 +86,10 @@ class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
         return sum(tokens for sequence in self.sequences for _, tokens in sequence.spans)
 
 
-class GroupHead(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupHead(Admission):
     """A finished group without its content. The queue orders heads, and the driver plans with them."""
 
-    group: int
-    """Id, unique in a run and never reused."""
-    prompt: int
-    """Index of the prompt in its source."""
-    admitted_version: int
-    """`param_version` of the weights when the group was admitted; no token is older."""
-    admitted_update: int
-    """Optimizer updates held by those weights."""
     trajectories: tuple[TrajectoryHead, ...]
     """Trajectories of the prompt, failed ones included."""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from message_queue.errors import JournalBroken, JournalBusy, JournalError, JournalMismatch
+from message_queue.errors import JournalBroken, JournalError, JournalMismatch
 from message_queue.events import Event
 from message_queue.sqlite_file import checksum, connect, damaged, disk_errors, is_written, stamp
 from message_queue.state import StoredState
@@ -63,9 +63,10 @@ StoredEvents = tuple[JournalBase, tuple[Event, ...]]
 
 
 class EventJournal:
-    """Stores events of one queue, in a file that is locked against other processes. `open_journal` makes it.
+    """Stores events of one queue, in a file that is locked against other processes.
 
-    Its construction and `read`, which comes before all else, block; the rest belongs to one event loop.
+    Its construction and `read` block. `read` comes before all else, and the first write of a new journal is a state.
+    The rest belongs to one event loop.
 
     Args:
         directory: folder of the journal; made if it is missing.
@@ -74,7 +75,8 @@ class EventJournal:
         config: durability.
 
     Raises:
-        JournalError: another process has it open, it is of another format, or the disk refuses.
+        JournalBusy: another process has it open.
+        JournalError: it is of another format, or the disk refuses.
     """
 
     def __init__(self, directory: Path, *, run: str, settings: Settings, config: JournalConfig) -> None:
@@ -119,20 +121,21 @@ class EventJournal:
             raise damaged(self.path, f"{len(events)} events are there, not {base.next_seq} to {self._next_seq - 1}")
         return base, tuple(_EVENTS.decode(data) for data in events.values())
 
-    def record(self, events: Iterable[Event]) -> Awaitable[None]:
+    def record(self, items: Iterable[Event | StoredState]) -> Awaitable[None]:
         """Store events in one transaction, after all before them; the result is awaited for their commit.
+
+        A state replaces the one before it and all events since.
 
         Raises:
             JournalError: an earlier write failed, or the journal is closed. The awaitable raises it for this write.
         """
-        return self._submit(events)
-
-    def rebase(self, state: StoredState) -> Awaitable[None]:
-        """Store the whole state and delete the events before it, in one transaction.
-
-        Raises: as `record`.
-        """
-        return self._submit([state])
+        if self._error is not None:
+            raise self._error
+        self._waiting += items
+        if self._next_write is None:
+            self._next_write = asyncio.create_task(self._write_waiting(), name="journal")
+            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return asyncio.shield(self._next_write)
 
     async def close(self) -> None:
         """Store pending events and let other processes open the journal. Idempotent."""
@@ -147,15 +150,6 @@ class EventJournal:
         self._resources.close()
 
     # ---- inside
-
-    def _submit(self, items: Iterable[Event | StoredState]) -> Awaitable[None]:
-        if self._error is not None:
-            raise self._error
-        self._waiting += items
-        if self._next_write is None:
-            self._next_write = asyncio.create_task(self._write_waiting(), name="journal")
-            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return asyncio.shield(self._next_write)
 
     async def _write_waiting(self) -> None:
         async with self._turn:
@@ -199,35 +193,6 @@ class EventJournal:
 
 
 _EVENTS: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-
-
-async def open_journal(
-    directory: Path, *, run: str, settings: Settings, config: JournalConfig, busy_s: float
-) -> tuple[EventJournal, StoredEvents | None]:
-    """Open the journal of a directory, or make one. Waits up to `busy_s` seconds for another process to end.
-
-    Returns:
-        The journal, and its contents; None if it is new. Its first write has to be a state (`EventJournal.rebase`).
-
-    Raises:
-        JournalBusy: the other process still has the journal open.
-        JournalError: the file cannot be used; the message has the way out.
-    """
-    clock = asyncio.get_running_loop().time
-    until = clock() + busy_s
-    while True:
-        try:
-            journal = await asyncio.to_thread(EventJournal, directory, run=run, settings=settings, config=config)
-            break
-        except JournalBusy:
-            if clock() >= until:
-                raise
-        await asyncio.sleep(min(0.5, busy_s))
-    try:
-        return journal, await asyncio.to_thread(journal.read)
-    except BaseException:
-        journal.release()
-        raise
 
 
 def check_owner(directory: Path, *, run: str) -> None:

@@ -1,4 +1,4 @@
-"""The bound on the age of trained tokens, and one policy for each way to treat a group that would be too old.
+"""The bound on the age of trained tokens, and the policies for groups that would be too old.
 
 wait     the trainer waits for it               nothing is given up, so the trained groups are not biased
 drop     it is given up                         favours short rollouts
@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from message_queue.ledger import Drop, DropKind
 
 GroupCounts = Mapping[int, int]  # admitted update -> number of groups
-Policy = Literal["wait", "drop", "recycle", "mask"]
+PolicyName = Literal["wait", "drop", "recycle", "mask"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class StalenessConfig:
 
     max_staleness: int = 1
     """Optimizer updates between the weights that sampled a token and those whose gradient is taken."""
-    policy: Policy = "wait"
+    policy: PolicyName = "wait"
     """Treatment of a group that would become older. `wait`: the trainer waits for it, so nothing is given up. `drop`:
     it is given up with a reason. `recycle`: the same, and its prompt is readmitted, ahead of new ones. `mask`: it
     is trained, and its tokens that are older take no gradient."""
@@ -41,8 +41,8 @@ class StalenessConfig:
             raise ValueError(
                 f"staleness.max_staleness is {self.max_staleness}; must be >= 0 (0 is synchronous training)"
             )
-        if self.policy not in get_args(Policy):
-            raise ValueError(f"staleness.policy is {self.policy!r}; choose one of {', '.join(get_args(Policy))}")
+        if self.policy not in get_args(PolicyName):
+            raise ValueError(f"staleness.policy is {self.policy!r}; choose one of {', '.join(get_args(PolicyName))}")
         if self.max_requeues < 1:
             raise ValueError(
                 f"staleness.max_requeues is {self.max_requeues}; must be >= 1, or give up at once with "
@@ -50,8 +50,10 @@ class StalenessConfig:
             )
 
 
-class DropPolicy:
-    """The trainer takes ready groups; groups that became too old are given up. Other policies change parts of this.
+class Policy:
+    """Policies drop, recycle and mask: the trainer takes ready groups; a group that became too old is given up.
+
+    PolicyName mask counts the newest token of a group, so that an open group never expires; the others its admission.
 
     Args:
         config: the bound.
@@ -62,11 +64,6 @@ class DropPolicy:
     Raises:
         ValueError: no group could ever be trained within the bound.
     """
-
-    oldest_first = False
-    """Whether ready groups of the oldest weights are taken first, not those that were put first."""
-    newest_counts = False
-    """Whether a ready group expires with its newest token, not with its admission."""
 
     def __init__(self, config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> None:
         if batch_groups < 1:
@@ -81,12 +78,13 @@ class DropPolicy:
         self.max_staleness = config.max_staleness
         self.batch_groups = batch_groups
         self.updates_per_batch = updates_per_batch
-        self._max_requeues = config.max_requeues
-
-    @property
-    def max_outstanding(self) -> int:
+        self.max_outstanding = (config.max_staleness + 1) // updates_per_batch * batch_groups
         """Groups that may be admitted and not yet taken if all start on the newest weights."""
-        return (self.max_staleness + 1) // self.updates_per_batch * self.batch_groups
+        self.oldest_first = config.policy != "drop"
+        """Whether ready groups of the oldest weights are taken first, not those that were put first."""
+        self.newest_counts = config.policy == "mask"
+        """Whether a ready group expires with its newest token, not with its admission."""
+        self._max_requeues = config.max_requeues if config.policy == "recycle" else None
 
     def staleness(self, admitted_update: int, *, next_update: int) -> int:
         """Staleness that a group admitted at `admitted_update` has, at most, if it is in the next batch."""
@@ -119,10 +117,12 @@ class DropPolicy:
         Args:
             newest_update: update of the newest weights that sampled a token of the group; None while the group is open.
         """
-        if not self.is_expired(admitted_update, next_update=next_update):
+        update = newest_update if self.newest_counts else admitted_update
+        if update is None or not self.is_expired(update, next_update=next_update):
             return None
-        staleness = self.staleness(admitted_update, next_update=next_update)
-        return Drop(DropKind.EXPIRED, f"staleness {staleness} exceeds {self.max_staleness}")
+        end = " for its newest token: none of its tokens would take gradient" if self.newest_counts else ""
+        staleness = self.staleness(update, next_update=next_update)
+        return Drop(DropKind.EXPIRED, f"staleness {staleness} exceeds {self.max_staleness}{end}")
 
     def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
         """Reason of the drop of an expired group; its kind says whether the prompt is readmitted.
@@ -131,21 +131,24 @@ class DropPolicy:
             reason: result of `expiry`.
             times: earlier requeues of the prompt.
         """
-        return reason
+        if self._max_requeues is None:
+            return reason
+        if times < self._max_requeues:
+            return Drop(DropKind.REQUEUED, str(reason))
+        more = f"after its prompt was admitted {times + 1} times (staleness.max_requeues)"
+        return replace(reason, text=f"{reason.text}, {more}")
 
     def min_update(self, *, next_update: int) -> int:
-        """Tokens of weights with fewer optimizer updates take no gradient in the next batch."""
-        return 0
+        """Tokens of weights with fewer optimizer updates take no gradient in the next batch (policy mask)."""
+        return self.staleness(0, next_update=next_update) - self.max_staleness if self.newest_counts else 0
 
 
-class WaitPolicy(DropPolicy):
+class WaitPolicy(Policy):
     """The trainer waits for old groups; nothing is given up.
 
     So admission is a schedulability test: each group has a deadline (the last update it may be trained at), each batch
     is a slot for B groups. Earliest deadline first meets every deadline if any order does.
     """
-
-    oldest_first = True
 
     def is_feasible(self, outstanding: GroupCounts, *, next_update: int) -> bool:
         """Whether all `outstanding` groups meet their deadlines, oldest first, B per batch."""
@@ -180,47 +183,7 @@ class WaitPolicy(DropPolicy):
         return None
 
 
-class RequeuePolicy(DropPolicy):
-    """As DropPolicy, and the prompt of a group that became too old is readmitted.
-
-    A prompt that is always too slow is dropped after that was done `staleness.max_requeues` times.
-    """
-
-    oldest_first = True  # gives up fewest
-
-    def end_of_expired(self, reason: Drop, *, times: int) -> Drop:
-        """Its prompt is readmitted, up to max_requeues times."""
-        if times < self._max_requeues:
-            return Drop(DropKind.REQUEUED, str(reason))
-        more = f"after its prompt was admitted {times + 1} times (staleness.max_requeues)"
-        return replace(reason, text=f"{reason.text}, {more}")
-
-
-class MaskPolicy(DropPolicy):
-    """The trainer takes ready groups; tokens that became too old take no gradient.
-
-    An open group never expires: its next tokens are young. A group without a young token is given up.
-    """
-
-    oldest_first = True  # masks fewest
-    newest_counts = True
-
-    def expiry(self, admitted_update: int, *, newest_update: int | None = None, next_update: int) -> Drop | None:
-        """As soon as all its tokens are too old for the next batch."""
-        if newest_update is None:
-            return None
-        if (expired := super().expiry(newest_update, next_update=next_update)) is None:
-            return None
-        return replace(expired, text=f"{expired.text} for its newest token: none of its tokens would take gradient")
-
-    def min_update(self, *, next_update: int) -> int:
-        """The bound, by the last update of the batch."""
-        return self.staleness(0, next_update=next_update) - self.max_staleness
-
-
-POLICIES = {"wait": WaitPolicy, "drop": DropPolicy, "recycle": RequeuePolicy, "mask": MaskPolicy}
-
-
-def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> DropPolicy:
-    """The policy that `config` names; see DropPolicy."""
-    return POLICIES[config.policy](config, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
+def build_policy(config: StalenessConfig, *, batch_groups: int, updates_per_batch: int = 1) -> Policy:
+    """The policy that `config` names."""
+    kind = WaitPolicy if config.policy == "wait" else Policy
+    return kind(config, batch_groups=batch_groups, updates_per_batch=updates_per_batch)

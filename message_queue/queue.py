@@ -15,14 +15,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from itertools import islice
 
-from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.contract import Batch, QueueSnapshot
 from message_queue.errors import ContractError, QueueClosed, StalenessError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import Drop, DropKind, LedgerRecord, LedgerTotal
-from message_queue.policies import DropPolicy
-from message_queue.state import GroupState, QueueState
+from message_queue.policies import Policy
+from message_queue.state import GroupState, QueueState, StoredState
+from message_queue.trajectory import Admission
 
 
 class TrajectoryQueue:
@@ -40,7 +41,7 @@ class TrajectoryQueue:
 
     def __init__(
         self,
-        policy: DropPolicy,
+        policy: Policy,
         *,
         max_ready: int | None = None,
         state: QueueState | None = None,
@@ -56,8 +57,7 @@ class TrajectoryQueue:
         self._journal = journal
         self._changed = asyncio.Condition()
         self._closed = False
-        self._ended: list[LedgerRecord] = []  # after the first `_num_received`
-        self._num_received = 0
+        self._num_received = 0  # ledger records that the caller has
 
     # ---- the rollout side
 
@@ -94,11 +94,10 @@ class TrajectoryQueue:
             self._check_delivery(head)
             newest = self._state.newest_update(head)
             await self._until(lambda: self._lets_in(head.admitted_update, newest), call="put")
-            self._check_delivery(head)  # the group may have been dropped while this call waited
+            entry = self._check_delivery(head)  # the group may have been dropped while this call waited
             expired = self._expiry(head.admitted_update, newest)
-            given_up = expired and self._expired_event(self._state.open[head.group], expired, head=head)
-            written = self._commit(given_up or Ready(head=head))
-            self._changed.notify_all()
+            vain = {"segments": head.num_segments, "tokens": head.num_tokens}
+            written = self._commit(Ready(head=head) if expired is None else self._dropped(entry, expired, **vain))
         await written
         return expired
 
@@ -118,20 +117,14 @@ class TrajectoryQueue:
             if entry is None:
                 self._state.require_known(group)
                 return False
-            reason = self._end_of_expired(entry, reason) if reason.kind is DropKind.EXPIRED else reason
-            written = self._commit(Dropped(group=group, reason=reason, segments=segments, tokens=tokens))
-            self._changed.notify_all()
+            written = self._commit(self._dropped(entry, reason, segments=segments, tokens=tokens))
         await written
         return True
 
     def _expired_open(self) -> list[int]:
-        state = self._state
-        updates = {
-            update
-            for update, groups in state.outstanding.items()
-            if groups > state.ready_updates[update] and self._expiry(update, None) is not None
-        }
-        return [group for group, entry in state.open.items() if entry.admitted_update in updates] if updates else []
+        updates = {update for update in self._state.outstanding if self._expiry(update, None) is not None}
+        open_groups = self._state.open.items() if updates else ()
+        return [group for group, entry in open_groups if entry.admitted_update in updates]
 
     async def wait_expired(self, *, known: Collection[int] = ()) -> list[int]:
         """Wait until an open group that is not in `known` can no longer be trained; cancel and drop its rollouts.
@@ -168,7 +161,6 @@ class TrajectoryQueue:
                     f"{len(state.taken)} were taken and not acknowledged"
                 )
             batch, written = self._take()
-            self._changed.notify_all()
         await written
         return batch
 
@@ -206,13 +198,11 @@ class TrajectoryQueue:
         """
         async with self._changed:
             written = self._commit(Loaded(version=version))
-            self._changed.notify_all()
         await written
 
     async def sync(self) -> None:
         """Return once all events so far are stored. Call it before a checkpoint is made."""
-        if self._journal is not None:
-            await self._journal.record([])
+        await self._record()
 
     async def checkpointed(self, train_step: int) -> None:
         """A checkpoint holds `train_step`, and no restart goes back before it.
@@ -222,9 +212,8 @@ class TrajectoryQueue:
         """
         async with self._changed:
             self._state.apply(Checkpointed(train_step=train_step))
-            written = None if self._journal is None else self._journal.rebase(self._state.dump())
-        if written is not None:
-            await written
+            written = self._record(self._state.dump())
+        await written
 
     # ---- both
 
@@ -243,10 +232,9 @@ class TrajectoryQueue:
 
         The records of a reply that a cancelled caller did not receive are in the next reply.
         """
-        self._ended += self._state.drain_records()
-        del self._ended[: max(0, received - self._num_received)]
+        del self._state.ended[: max(0, received - self._num_received)]
         self._num_received = max(received, self._num_received)
-        return list(self._ended)
+        return list(self._state.ended)
 
     async def closing_records(self, received: int) -> list[LedgerRecord | LedgerTotal]:
         """As `records_after`, with one for each group that has not ended, and the total."""
@@ -258,11 +246,12 @@ class TrajectoryQueue:
         """Change the state and hand the events to the journal; the result is awaited for the write."""
         for event in events:
             self._state.apply(event)
+        self._changed.notify_all()
         return self._record(*events)
 
-    def _record(self, *events: Event) -> Awaitable[None]:
+    def _record(self, *items: Event | StoredState) -> Awaitable[None]:
         if self._journal is not None:
-            return self._journal.record(events)
+            return self._journal.record(items)
         written = asyncio.get_running_loop().create_future()
         written.set_result(None)
         return written
@@ -284,6 +273,7 @@ class TrajectoryQueue:
             version_updates={v: state.versions[v] for group in groups for v in group.tokens_per_version()},
             min_update=policy.min_update(next_update=update),
         )
+        self._changed.notify_all()
         return batch, self._record(taken, *dropped)
 
     def _next_batch(self) -> list[GroupHead]:
@@ -308,15 +298,14 @@ class TrajectoryQueue:
                 break  # the others are younger
             if group not in replayed:
                 expired.append((entry, reason))
-        return [self._expired_event(entry, reason) for entry, reason in sorted(expired, key=lambda e: e[0].turn)]
+        return [self._dropped(entry, reason) for entry, reason in sorted(expired, key=lambda e: e[0].turn)]
 
-    def _expired_event(self, entry: GroupState, reason: Drop, *, head: GroupHead | None = None) -> Dropped:
-        segments, tokens = (0, 0) if head is None else (head.num_segments, head.num_tokens)
-        reason = self._end_of_expired(entry, reason)
+    def _dropped(self, entry: GroupState, reason: Drop, *, segments: int = 0, tokens: int = 0) -> Dropped:
+        """End of a group; the policy decides on the prompt of one that expired."""
+        if reason.kind is DropKind.EXPIRED:
+            times = self._state.requeues.get(entry.admission.prompt, 0)
+            reason = self._policy.end_of_expired(reason, times=times)
         return Dropped(group=entry.group, reason=reason, segments=segments, tokens=tokens)
-
-    def _end_of_expired(self, entry: GroupState, reason: Drop) -> Drop:
-        return self._policy.end_of_expired(reason, times=self._state.requeues.get(entry.admission.prompt, 0))
 
     # ---- conditions; called with the condition held
 
@@ -346,13 +335,10 @@ class TrajectoryQueue:
     def _expiry(self, admitted_update: int, newest: int | None) -> Drop | None:
         return self._policy.expiry(admitted_update, newest_update=newest, next_update=self._state.next_update)
 
-    def _check_delivery(self, head: GroupHead) -> None:
-        """Refuse a group that is not open, or not the one that was admitted.
-
-        Raises:
-            QueueError, ContractError: as of `put`.
-        """
-        admission, version_updates = self._state.find(head.group, "open").admission, self._state.versions
+    def _check_delivery(self, head: GroupHead) -> GroupState:
+        """The open group of `head`; raises as `put` if there is none, or it does not match its admission."""
+        entry, version_updates = self._state.find(head.group, "open"), self._state.versions
+        admission = entry.admission
         given = (head.prompt, head.admitted_version, head.admitted_update)
         if given != (admission.prompt, admission.admitted_version, admission.admitted_update):
             raise ContractError(
@@ -370,9 +356,10 @@ class TrajectoryQueue:
                 f"group {head.group} was admitted at update {head.admitted_update}, "
                 f"but weights of update {oldest} sampled some of its tokens"
             )
+        return entry
 
 
-def masked_tokens(group: GroupHead, version_updates: Mapping[int, int], *, policy: DropPolicy, next_update: int) -> int:
+def masked_tokens(group: GroupHead, version_updates: Mapping[int, int], *, policy: Policy, next_update: int) -> int:
     """Tokens of a group without gradient in the next batch: masked by the policy, or of a failed rollout.
 
     Raises:

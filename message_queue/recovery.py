@@ -15,21 +15,24 @@ is unknown, and those get a separate version.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from message_queue.contract import Admission, QueueSnapshot
-from message_queue.errors import JournalMismatch
+from message_queue.contract import QueueSnapshot
+from message_queue.errors import JournalBusy, JournalMismatch
 from message_queue.events import Checkpointed, Dropped
-from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents, open_journal
+from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents
 from message_queue.ledger import Drop, DropKind
-from message_queue.policies import DropPolicy, WaitPolicy
+from message_queue.policies import Policy, WaitPolicy
 from message_queue.queue import TrajectoryQueue
 from message_queue.state import GroupState, QueueState, StoredState
+from message_queue.trajectory import Admission
 
 TOO_MANY = Drop(DropKind.REQUEUED, "more groups were in flight than can be trained within the bound after the restart")
 
@@ -98,26 +101,37 @@ class Restored:
 
 
 async def open_queue(
-    place: JournalPlace, *, policy: DropPolicy, max_ready: int | None = None
+    place: JournalPlace, *, policy: Policy, max_ready: int | None = None
 ) -> tuple[TrajectoryQueue, EventJournal, Restored]:
     """The queue of a run with its journal; close the journal when the queue is not used any more.
 
     Raises:
         JournalError: the journal cannot be used; the type is the reason, and the message has the way out.
     """
-    journal, stored = await open_journal(
-        place.directory, run=place.run, settings=place.settings, config=place.config, busy_s=place.busy_s
-    )
+    journal = await _open_journal(place)
     try:
-        state, restored = recover(stored, place, policy=policy)
-        await journal.rebase(state.dump())
+        state, restored = recover(await asyncio.to_thread(journal.read), place, policy=policy)
+        await journal.record([state.dump()])
     except BaseException:
         await journal.close()
         raise
     return TrajectoryQueue(policy, max_ready=max_ready, state=state, journal=journal), journal, restored
 
 
-def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: DropPolicy) -> tuple[QueueState, Restored]:
+async def _open_journal(place: JournalPlace) -> EventJournal:
+    clock = asyncio.get_running_loop().time
+    until = clock() + place.busy_s
+    make = partial(EventJournal, place.directory, run=place.run, settings=place.settings, config=place.config)
+    while True:
+        try:
+            return await asyncio.to_thread(make)
+        except JournalBusy:
+            if clock() >= until:
+                raise
+        await asyncio.sleep(min(0.5, place.busy_s))
+
+
+def recover(stored: StoredEvents | None, place: JournalPlace, *, policy: Policy) -> tuple[QueueState, Restored]:
     """The state that the queue starts with.
 
     Args:
@@ -158,7 +172,7 @@ def state_of_checkpoint(place: JournalPlace) -> QueueState:
     snapshot = place.checkpoint or QueueSnapshot()
     counts, unfinished = snapshot.ledger, len(snapshot.unfinished)
     stopped = {DropKind.STOPPED: counts.reasons.get(DropKind.STOPPED, 0) + unfinished} if unfinished else {}
-    return QueueState(
+    return QueueState.of(
         StoredState(
             next_group=snapshot.next_group,
             next_update=snapshot.next_update,
@@ -167,7 +181,7 @@ def state_of_checkpoint(place: JournalPlace) -> QueueState:
             settled_step=place.train_step,
             served=snapshot.version,
             versions={snapshot.version: snapshot.update},
-            returned=tuple(place.waiting),
+            returned=list(place.waiting),
             requeues=dict(snapshot.requeues),
             ledger=replace(
                 counts,
@@ -184,7 +198,7 @@ def state_of_checkpoint(place: JournalPlace) -> QueueState:
 def _followed(stored: StoredEvents, place: JournalPlace) -> StoredState:
     """The state at the end of the journal."""
     base, events = stored
-    state = QueueState(base.state)
+    state = QueueState.of(base.state)
     for event in events:
         state.apply(event)
     _require_step(state, place)
@@ -209,7 +223,7 @@ def _notes(
             yield f"{len(reasons)} groups {end}: {reasons[0]}"
 
 
-def _restarted(stored: StoredState, place: JournalPlace, *, policy: DropPolicy) -> tuple[QueueState, list[Dropped]]:
+def _restarted(stored: StoredState, place: JournalPlace, *, policy: Policy) -> tuple[QueueState, list[Dropped]]:
     """(the state after the restart, groups dropped by it)."""
     snapshot = place.checkpoint or QueueSnapshot()
     groups = [GroupState(admission=g.admission) if g.group in place.incomplete else g for g in stored.groups]
@@ -218,7 +232,7 @@ def _restarted(stored: StoredState, place: JournalPlace, *, policy: DropPolicy) 
     newest = max(stored.versions)
     versions = {version: min(update, end) for version, update in stored.versions.items()}
     replayed = {group for batch in replay for group in batch}
-    state = QueueState(
+    state = QueueState.of(
         msgspec.structs.replace(
             stored,
             next_turn=len(groups),
@@ -236,12 +250,12 @@ def _restarted(stored: StoredState, place: JournalPlace, *, policy: DropPolicy) 
     given_up = list(_given_up(state, replayed, policy=policy, next_update=end))
     for event in given_up:
         state.apply(event)
-    state.returned.update(dict.fromkeys(state.requeued))
+    state.returned = list(dict.fromkeys((*state.returned, *state.requeued)))
     state.requeued.clear()
     return state, given_up
 
 
-def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPolicy) -> tuple[tuple[int, ...], ...]:
+def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: Policy) -> list[tuple[int, ...]]:
     """Batches trained after the checkpoint, up to the first that is incomplete or does not follow on the one before."""
     batches: dict[int, list[GroupState]] = {}
     for group in groups:
@@ -251,7 +265,7 @@ def _replayed(groups: Iterable[GroupState], *, next_update: int, policy: DropPol
     while True:
         batch = batches.get(next_update + len(replay) * policy.updates_per_batch, [])
         if len(batch) != policy.batch_groups:
-            return tuple(replay)
+            return replay
         replay.append(tuple(group.group for group in sorted(batch, key=lambda g: g.turn)))
 
 
@@ -262,7 +276,7 @@ def _restart(group: GroupState, turn: int, versions: Mapping[int, int], replayed
     return msgspec.structs.replace(
         group,
         admission=replace(admission, admitted_update=update),
-        head=None if head is None else msgspec.structs.replace(head, admitted_update=update),
+        head=None if head is None else replace(head, admitted_update=update),
         life="open" if head is None else "ready",
         turn=turn,
         masked=0,
@@ -275,12 +289,11 @@ def _restart(group: GroupState, turn: int, versions: Mapping[int, int], replayed
 
 def _start_order(group: GroupState) -> tuple[float, float, int, int]:
     """Groups to repeat first, then those that were taken, then those that were put."""
-    updates = (math.inf if update is None else update for update in (group.replay_update, group.taken_update))
-    replay, taken = updates
+    replay, taken = (math.inf if update is None else update for update in (group.replay_update, group.taken_update))
     return (replay, taken, group.turn, group.group)
 
 
-def _given_up(state: QueueState, replayed: set[int], *, policy: DropPolicy, next_update: int) -> Iterator[Dropped]:
+def _given_up(state: QueueState, replayed: set[int], *, policy: Policy, next_update: int) -> Iterator[Dropped]:
     """Ends of groups that cannot be trained within the bound any more."""
     waiting = [g for g in (*state.open.values(), *state.ready.values()) if g.group not in replayed]
     waiting.sort(key=lambda g: (g.admitted_update, g.group))

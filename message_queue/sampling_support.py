@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from message_queue.errors import ContractError
-from message_queue.tokens import Int32Array
+from message_queue.tokens import Int32Array, shape_of
 
 _BITS = 7
 _MAX_BYTES = 5  # LEB128 bytes of an id below 2^31
@@ -40,11 +40,9 @@ class SamplingSupport:
 
     def __post_init__(self) -> None:
         if self.offsets.ndim != 1 or self.offsets.dtype != np.int32 or not len(self.offsets):
-            raise ContractError(
-                f"SamplingSupport.offsets is {self.offsets.dtype}{list(self.offsets.shape)}; need int32[n + 1]"
-            )
+            raise ContractError(f"SamplingSupport.offsets is {shape_of(self.offsets)}; need int32[n + 1]")
         if self.packed.ndim != 1 or self.packed.dtype != np.uint8:
-            raise ContractError(f"SamplingSupport.packed is {self.packed.dtype}{list(self.packed.shape)}; need uint8")
+            raise ContractError(f"SamplingSupport.packed is {shape_of(self.packed)}; need uint8")
         ends_of_ids = np.concatenate([np.ones(1, np.bool_), self.packed < 1 << _BITS])
         if (
             self.offsets[0] != 0

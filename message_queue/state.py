@@ -12,17 +12,19 @@ taken, next_update is 1, and the ledger counts 4 admitted and 4 open.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from copy import copy
 from typing import Literal, assert_never
 
 import msgspec
 
-from message_queue.contract import Admission, QueueSnapshot
+from message_queue.contract import QueueSnapshot
 from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
-from message_queue.ledger import Drop, LedgerCounts, LedgerRecord
+from message_queue.ledger import DropKind, LedgerCounts, LedgerRecord
+from message_queue.trajectory import Admission
 
 Life = Literal["open", "ready", "taken", "trained"]
 
@@ -65,8 +67,8 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.head is None else self.head.num_tokens
 
 
-class StoredState(msgspec.Struct, frozen=True, kw_only=True):
-    """A state as a value; an equal state can be made from it."""
+class StateFields(msgspec.Struct, kw_only=True):
+    """Numbers, versions and prompts of a queue's state."""
 
     next_group: int = 0
     """Id of the next admission."""
@@ -86,48 +88,49 @@ class StoredState(msgspec.Struct, frozen=True, kw_only=True):
     """Published `param_version` -> optimizer updates, for all that a group may have tokens of."""
     diverged: bool = False
     """Whether a restart cannot remake the weights of the newest version, and none was published since."""
-    requeued: tuple[int, ...] = ()
+    requeued: list[int] = []
     """Prompts of expired groups that the next admissions are of, in order."""
-    returned: tuple[int, ...] = ()
+    returned: list[int] = []
     """Prompts that the last restart gave back to the driver and that were not readmitted yet, in order."""
     requeues: dict[int, int] = msgspec.field(default_factory=dict[int, int])
     """Prompt -> times that it was to be readmitted, until a checkpoint holds its training or it is dropped."""
-    replay: tuple[tuple[int, ...], ...] = ()
+    replay: list[tuple[int, ...]] = []
     """Batches of ready groups that are taken first, unchanged."""
+
+
+class StoredState(StateFields, kw_only=True):
+    """A state as a value; an equal state can be made from it."""
+
     ledger: LedgerCounts = msgspec.field(default_factory=LedgerCounts)
     """Counts of groups that are gone."""
     groups: tuple[GroupState, ...] = ()
     """Groups that have not ended, or whose training no checkpoint holds yet."""
 
 
-class QueueState:
-    """Groups, versions, prompts to readmit, and the ledger. `apply` is the only way to change them.
+class QueueState(StateFields, kw_only=True, dict=True, eq=False):
+    """Groups, versions, prompts to readmit, and the ledger. `apply` is the only way to change them."""
 
-    Args:
-        stored: as `dump` gives it; None for a new run.
-    """
-
-    def __init__(self, stored: StoredState | None = None) -> None:
-        stored = stored or StoredState()
+    def __post_init__(self) -> None:
         self._groups: dict[Life, dict[int, GroupState]] = {"open": {}, "ready": {}, "taken": {}, "trained": {}}
         self.open, self.ready, self.taken, self.trained = self._groups.values()
         self.outstanding: Counter[int] = Counter()  # admitted update -> open and ready groups
         self.ready_updates: Counter[int] = Counter()  # admitted update -> ready groups
         self.by_admission: list[tuple[int, int]] = []  # (admitted update, group) of ready groups, sorted
         self.by_newest: list[tuple[int, int]] = []  # (`newest_update`, group) of groups that have one, sorted
-        self.next_group, self.next_update = stored.next_group, stored.next_update
-        self.prompt_cursor = stored.prompt_cursor
-        self.train_step, self.settled_step = stored.train_step, stored.settled_step
-        self.served, self.versions, self.diverged = stored.served, dict(stored.versions), stored.diverged
-        self.requeued, self.returned = deque(stored.requeued), dict.fromkeys(stored.returned)
-        self.requeues, self.replay = dict(stored.requeues), deque(stored.replay)
-        self._next_turn = stored.next_turn
-        self._counts = Counter({name: getattr(stored.ledger, name) for name in _COUNTED})
-        self._reasons = Counter(stored.ledger.reasons)
-        self._records: list[LedgerRecord] = []
+        self.ended: list[LedgerRecord] = []  # records of groups that ended; its reader removes them
+        self._counts: Counter[str] = Counter(dict.fromkeys(_COUNTED, 0))
+        self._reasons: Counter[DropKind] = Counter()
+
+    @classmethod
+    def of(cls, stored: StoredState) -> QueueState:
+        """The state that `dump` gave."""
+        state = cls(**{name: copy(getattr(stored, name)) for name in StateFields.__struct_fields__})
+        state._counts.update({name: getattr(stored.ledger, name) for name in _COUNTED})
+        state._reasons.update(stored.ledger.reasons)
         for group in sorted(stored.groups, key=lambda g: (g.turn, g.group)):
-            self._insert(group)
-            self._counts.update(_contribution(group))
+            state._insert(group)
+            state._counts.update(_contribution(group))
+        return state
 
     # ---- questions
 
@@ -193,31 +196,14 @@ class QueueState:
         for group in groups:
             gone.subtract(_contribution(group))
         return StoredState(
-            next_group=self.next_group,
-            next_turn=self._next_turn,
-            next_update=self.next_update,
-            prompt_cursor=self.prompt_cursor,
-            train_step=self.train_step,
-            settled_step=self.settled_step,
-            served=self.served,
-            versions=dict(self.versions),
-            diverged=self.diverged,
-            requeued=tuple(self.requeued),
-            returned=tuple(self.returned),
-            requeues=dict(self.requeues),
-            replay=tuple(self.replay),
+            **{name: copy(getattr(self, name)) for name in StateFields.__struct_fields__},
             ledger=LedgerCounts(**gone, reasons=dict(self._reasons)),
             groups=groups,
         )
 
-    def drain_records(self) -> list[LedgerRecord]:
-        """Ledger records of the groups that ended since the last call."""
-        records, self._records = self._records, []
-        return records
-
     def open_records(self) -> list[LedgerRecord]:
         """Ledger records of the groups that have not ended, by id."""
-        return [_record(group, outcome="open") for group in self.live.values()]
+        return [_record(group, "open") for group in self.live.values()]
 
     # ---- changes
 
@@ -251,8 +237,9 @@ class QueueState:
         group, prompt = admission.group, admission.prompt
         _require(group >= self.next_group, f"group {group} was admitted before; the next id is {self.next_group}")
         if self.requeued and self.requeued[0] == prompt:
-            self.requeued.popleft()
-        self.returned.pop(prompt, None)
+            self.requeued.pop(0)
+        if prompt in self.returned:
+            self.returned.remove(prompt)
         self.next_group = group + 1
         self.prompt_cursor = max(self.prompt_cursor, prompt + 1)
         self._insert(GroupState(admission=admission))
@@ -274,7 +261,7 @@ class QueueState:
                 self.replay[0] == event.groups,
                 f"groups {list(event.groups)} are taken before the batch {list(self.replay[0])} was trained again",
             )
-            self.replay.popleft()
+            self.replay.pop(0)
         for entry, masked in zip(entries, event.masked, strict=True):
             self._move(entry, life="taken", turn=self._turn(), taken_update=event.update, masked=masked)
         self.next_update += event.updates
@@ -289,20 +276,18 @@ class QueueState:
             trained = {"train_step": event.train_step, "trained_tokens": tokens, "replay_update": entry.taken_update}
             self._move(entry, life="trained", **trained)
             self._counts.update(trained=1, trained_tokens=tokens, masked_tokens=entry.masked)
-            self._records.append(_record(entry, outcome="trained", train_step=event.train_step))
+            self.ended.append(_record(entry, "trained", train_step=event.train_step))
         self.train_step = max(self.train_step, event.train_step)
 
     def _drop(self, event: Dropped) -> None:
         entry = self.find(event.group, "open", "ready", "taken")
-        prompt, segments, tokens = entry.admission.prompt, event.segments, event.tokens
-        if entry.head is not None:
-            segments, tokens = entry.head.num_segments, entry.tokens
-        else:
-            self._counts["tokens"] += tokens
+        record = _record(entry, "dropped", dropped=event)
         self._remove(entry)
-        self._counts.update(dropped=1, dropped_tokens=tokens)
+        self._counts.update(dropped=1, dropped_tokens=record["tokens"])
+        self._counts["tokens"] += record["tokens"] - entry.tokens  # those of an open group were not counted
         self._reasons[event.reason.kind] += 1
-        self._records.append(_record(entry, outcome="dropped", reason=event.reason, segments=segments, tokens=tokens))
+        self.ended.append(record)
+        prompt = entry.admission.prompt
         if event.requeue:
             self.requeues[prompt] = self.requeues.get(prompt, 0) + 1
             self.requeued.append(prompt)
@@ -375,8 +360,8 @@ class QueueState:
         return entries
 
     def _turn(self) -> int:
-        self._next_turn += 1
-        return self._next_turn - 1
+        self.next_turn += 1
+        return self.next_turn - 1
 
     def _move(self, entry: GroupState, **changes: object) -> None:
         self._remove(entry)
@@ -419,24 +404,20 @@ def _contribution(group: GroupState) -> dict[str, int]:
 
 
 def _record(
-    entry: GroupState,
-    *,
-    outcome: str,
-    reason: Drop | None = None,
-    train_step: int | None = None,
-    segments: int | None = None,
-    tokens: int | None = None,
+    entry: GroupState, outcome: str, *, dropped: Dropped | None = None, train_step: int | None = None
 ) -> LedgerRecord:
-    delivered = 0 if entry.head is None else entry.head.num_segments
+    segments, tokens = (0, 0) if dropped is None else (dropped.segments, dropped.tokens)  # in vain
+    if entry.head is not None:
+        segments, tokens = entry.head.num_segments, entry.tokens
     return LedgerRecord(
         group=entry.group,
         admitted_version=entry.admission.admitted_version,
         outcome=outcome,
-        kind=None if reason is None else reason.kind,
-        reason=None if reason is None else str(reason),
+        kind=None if dropped is None else dropped.reason.kind,
+        reason=None if dropped is None else str(dropped.reason),
         train_step=train_step,
-        segments=delivered if segments is None else segments,
-        tokens=entry.tokens if tokens is None else tokens,
+        segments=segments,
+        tokens=tokens,
         masked_tokens=entry.masked if outcome == "trained" else 0,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,11 @@ Float32Array = NDArray[np.float32]
 ExpertArray = NDArray[np.uint8 | np.uint16]
 
 _SETS_AT_ONCE = 1 << 15  # columns of so many expert sets stay in the cache
+
+
+def shape_of(array: NDArray[Any]) -> str:
+    """Type and shape, such as "int32[3, 2]"."""
+    return f"{array.dtype}{list(array.shape)}"
 
 
 class StopReason(StrEnum):
@@ -92,16 +97,14 @@ class RoutedExperts:
     def __post_init__(self) -> None:
         if self.experts.ndim != 3 or self.experts.dtype not in (np.dtype(np.uint8), np.dtype(np.uint16)):
             raise ContractError(
-                f"RoutedExperts.experts is {self.experts.dtype}{list(self.experts.shape)}; "
-                "need uint8 or uint16 [rows, moe_layers, top_k]"
+                f"RoutedExperts.experts is {shape_of(self.experts)}; need uint8 or uint16 [rows, moe_layers, top_k]"
             )
         if not 0 <= self.unavailable <= self.first_position:
             raise ContractError(
                 f"RoutedExperts.unavailable is {self.unavailable} with first_position {self.first_position}; "
                 "need 0 <= unavailable <= first_position"
             )
-        duplicate = _find_duplicate(self.experts)
-        if duplicate is not None:
+        if (duplicate := _find_duplicate(self.experts)) is not None:
             row, layer = duplicate
             raise ContractError(
                 f"RoutedExperts.experts has a duplicate expert at position {self.first_position + row}, "
@@ -168,13 +171,11 @@ class TokenOutput:
 
     def __post_init__(self) -> None:
         if self.token_ids.ndim != 1 or self.token_ids.dtype != np.int32:
-            raise ContractError(
-                f"TokenOutput.token_ids is {self.token_ids.dtype}{list(self.token_ids.shape)}; need int32[n]"
-            )
+            raise ContractError(f"TokenOutput.token_ids is {shape_of(self.token_ids)}; need int32[n]")
         if self.logprobs.shape != self.token_ids.shape or self.logprobs.dtype != np.float32:
             raise ContractError(
-                f"TokenOutput.logprobs is {self.logprobs.dtype}{list(self.logprobs.shape)}; "
-                f"need float32{list(self.token_ids.shape)}, one per token"
+                f"TokenOutput.logprobs is {shape_of(self.logprobs)}; need float32{list(self.token_ids.shape)}, one per "
+                "token"
             )
         if (self.token_ids < 0).any():
             raise ContractError(f"TokenOutput.token_ids has the negative id {int(self.token_ids.min())}")
@@ -206,32 +207,41 @@ class TokenOutput:
             raise ContractError(
                 f"TokenOutput.token_ids has id {int(self.token_ids.max())}; the vocabulary has {vocab_size}"
             )
-        if self.routed_experts is not None:
-            if routing is None:
-                raise ContractError("TokenOutput.routed_experts is set, but the run captures no routing")
-            self.routed_experts.check(routing)
-        elif routing is not None and len(self):
-            raise ContractError(
-                f"TokenOutput.routed_experts is None for {len(self)} tokens from replica {self.replica}; "
-                "the run captures routing"
-            )
-        self._check_support(vocab_size=vocab_size, cut=cut)
-
-    def _check_support(self, *, vocab_size: int, cut: bool) -> None:
-        if self.support is None:
-            if cut and len(self):
+        self.check_rows(routing)
+        if self.support is not None:
+            if not cut:
+                raise ContractError("TokenOutput.support is set, but the request samples from the whole vocabulary")
+            if (empty := np.diff(self.support.offsets) == 0).any():
                 raise ContractError(
-                    f"TokenOutput.support is None for {len(self)} tokens from replica {self.replica}; the request "
-                    "samples from a part of the vocabulary"
+                    f"TokenOutput.support has no token at sampled token {int(np.argmax(empty))} from replica "
+                    f"{self.replica}"
                 )
-            return
-        if not cut:
-            raise ContractError("TokenOutput.support is set, but the request samples from the whole vocabulary")
-        if (empty := np.diff(self.support.offsets) == 0).any():
+            self.support.check(self.token_ids, vocab_size=vocab_size)
+        elif cut and len(self):
             raise ContractError(
-                f"TokenOutput.support has no token at sampled token {int(np.argmax(empty))} from replica {self.replica}"
+                f"TokenOutput.support is None for {len(self)} tokens from replica {self.replica}; the request "
+                "samples from a part of the vocabulary"
             )
-        self.support.check(self.token_ids, vocab_size=vocab_size)
+
+    def check_rows(self, routing: RoutingSpec | None) -> None:
+        """Refuse rows that are absent or unexpected, or do not fit `routing`; None if the run captures no routing.
+
+        Raises:
+            ContractError: names the replica, or the value that does not fit.
+        """
+        if self.routed_experts is None:
+            if routing is not None and len(self):
+                raise ContractError(
+                    f"TokenOutput.routed_experts is None for {len(self)} tokens from replica {self.replica}; "
+                    "the run captures routing"
+                )
+        elif routing is None:
+            raise ContractError(
+                f"TokenOutput.routed_experts has {len(self.routed_experts.experts)} rows from replica {self.replica}, "
+                "but the run captures no routing; give it the model's RoutingSpec"
+            )
+        else:
+            self.routed_experts.check(routing)
 
 
 def _find_duplicate(experts: ExpertArray) -> tuple[int, int] | None:

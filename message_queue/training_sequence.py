@@ -1,22 +1,126 @@
-"""Training sequences: the input of one forward pass of the trainer."""
+"""Training sequences: the input of one forward pass of the trainer, and the routing rows that they are trained over."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from message_queue.routing_rows import NOT_ROUTED, NOT_SAMPLED, Int16Array, RowRun, TrajectoryRows
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import ExpertArray, Float32Array, Int32Array, StopReason, TokenOutput
+from message_queue.tokens import (
+    ExpertArray,
+    Float32Array,
+    Int32Array,
+    RoutedExperts,
+    RoutingSpec,
+    StopReason,
+)
 
 if TYPE_CHECKING:
-    from message_queue.trajectory import PromptGroup
+    from message_queue.trajectory import PlacedSegment, PromptGroup, SequencePart
 
 BoolArray = NDArray[np.bool_]
+Int16Array = NDArray[np.int16]
+
+NOT_ROUTED = -1  # a row the trainer routes with its live router
+NOT_SAMPLED = -1  # param_version of a token that no policy sampled, and of a row that no forward pass gave
+
+
+class RowRun(NamedTuple):
+    """Consecutive rows of one forward pass."""
+
+    rows: int
+    """Number of rows."""
+    version: int
+    """`param_version` of the weights that gave them; -1 if no engine could give them."""
+
+
+class TrajectoryRows:
+    """Rows 0..len-1, views of the arrays that the engines returned: nothing is copied or widened until it is read.
+
+    Every position has a row, or is known to have none.
+
+    Args:
+        routing: meaning of a row.
+    """
+
+    def __init__(self, routing: RoutingSpec) -> None:
+        self._routing = routing
+        self._blocks: list[tuple[int, ExpertArray]] = []  # (version, rows); rows that are unavailable are 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def num_unavailable(self) -> int:
+        """Rows that are -1."""
+        return sum(len(experts) for version, experts in self._blocks if version == NOT_SAMPLED)
+
+    def add(self, rows: RoutedExperts, *, version: int) -> None:
+        """Append the part of `rows` after the held ones; a gap is filled with rows that are unavailable."""
+        self._append(NOT_SAMPLED, self._zeros(max(0, rows.first_position - self._count)))
+        self._append(version, rows.experts[max(0, self._count - rows.first_position) :])
+
+    def first(self, count: int) -> TrajectoryRows:
+        """The first `count` rows, or all if fewer are held."""
+        kept = TrajectoryRows(self._routing)
+        for version, experts in self._blocks:
+            kept._append(version, experts[: max(0, count - len(kept))])
+        return kept
+
+    def differ(self, rows: RoutedExperts) -> bool:
+        """Whether `rows` and the held rows choose different experts at any position that both have.
+
+        The order within the top-k does not count. A row that is -1 differs from every other.
+        """
+        at = 0
+        for version, experts in self._blocks:
+            start, end = max(at, rows.first_position), min(at + len(experts), rows.end_position)
+            if start < end:
+                given = rows.experts[start - rows.first_position : end - rows.first_position]
+                if version == NOT_SAMPLED or not _same_sets(experts[start - at : end - at], given):
+                    return True
+            at += len(experts)
+        return False
+
+    def leading(self) -> RoutedExperts | None:
+        """The rows before the first one that is -1; None if there are none."""
+        blocks = [experts for _, experts in takewhile(lambda block: block[0] != NOT_SAMPLED, self._blocks)]
+        return RoutedExperts.trusted(first_position=0, experts=self._joined(blocks)) if blocks else None
+
+    def compact(self, length: int) -> tuple[ExpertArray, tuple[RowRun, ...]]:
+        """The rows of positions before `length`, 0 if no engine could give them, and their runs.
+
+        Rows of one forward pass are a view of the array that the engine returned.
+        """
+        blocks = self.first(length)._blocks
+        runs = groupby(blocks, key=lambda block: block[0])
+        return (
+            self._joined([experts for _, experts in blocks]),
+            tuple(RowRun(sum(len(experts) for _, experts in run), version) for version, run in runs),
+        )
+
+    def _append(self, version: int, experts: ExpertArray) -> None:
+        if len(experts):
+            self._blocks.append((version, experts))
+            self._count += len(experts)
+
+    def _zeros(self, count: int) -> ExpertArray:
+        return np.zeros((count, *self._routing.row_shape), self._routing.dtype)
+
+    def _joined(self, blocks: Sequence[ExpertArray]) -> ExpertArray:
+        return blocks[0] if len(blocks) == 1 else np.concatenate([self._zeros(0), *blocks])
+
+
+def _same_sets(one: ExpertArray, other: ExpertArray) -> bool:
+    """Whether two [rows, moe_layers, top_k] hold the same sets of experts."""
+    unequal = (one != other).any(axis=(1, 2))
+    return np.array_equal(np.sort(one[unequal], axis=-1), np.sort(other[unequal], axis=-1))
 
 
 class SampledRun(NamedTuple):
@@ -90,55 +194,35 @@ Content = GroupContent | Awaitable[GroupContent]
 
 def content_of(group: PromptGroup) -> GroupContent:
     """The content of a finished group; `message_queue.heads.head_of` is the rest."""
-    return tuple(
-        ()
-        if trajectory.stop_reason is StopReason.ERROR
-        else tuple(
-            replace(sequence, recomputed=trajectory.resume_routing == "force") for sequence in trajectory.sequences()
-        )
-        for trajectory in group.trajectories
-    )
+    return tuple(() if t.stop_reason is StopReason.ERROR else tuple(t.sequences()) for t in group.trajectories)
 
 
-def training_sequence(
-    segments: Sequence[tuple[int, TokenOutput]],
-    *,
-    token_ids: Int32Array,
-    rows: TrajectoryRows | None,
-    path: int = 0,
-    shared: Sequence[tuple[int, TokenOutput]] = (),
-) -> TrainingSequence:
-    """The sequence that has the tokens of `segments` in its loss.
-
-    Args:
-        segments: (position of its first token, segment with tokens), in order.
-        token_ids: int32 [t], tokens of the sequence.
-        rows: rows over which the segments were decoded; None without routing.
-        path: number of its path in the trajectory.
-        shared: as `segments`, those of the turns that the path shares with another.
-    """
-    experts, row_runs = (None, ()) if rows is None else rows.compact(len(token_ids))
+def training_sequence(part: SequencePart) -> TrainingSequence:
+    """The sequence that has the tokens of the part's segments in its loss."""
+    path, length = part.path, part.length
+    rows, row_runs = (None, ()) if part.rows is None else part.rows.compact(length)
     return TrainingSequence(
-        token_ids=token_ids,
-        runs=_runs(segments),
-        logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in segments)]),
-        rows=experts,
+        token_ids=path.token_ids()[:length],
+        runs=_runs(part.segments),
+        logprobs=np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for _, segment in part.segments)]),
+        rows=rows,
         row_runs=row_runs,
-        support=_support(segments, length=len(token_ids)),
-        path=path,
-        shared=_runs(shared),
+        support=_support(part.segments, length=length),
+        path=path.path,
+        shared=_runs(path.shared_segments),
+        recomputed=path.resume_routing == "force",
     )
 
 
-def _runs(segments: Sequence[tuple[int, TokenOutput]]) -> tuple[SampledRun, ...]:
-    """Runs of placed segments with tokens."""
+def _runs(segments: Sequence[PlacedSegment]) -> tuple[SampledRun, ...]:
     return tuple(
         SampledRun(at, len(segment), segment.weights.version, segment.replica, segment.stop_reason)
         for at, segment in segments
+        if len(segment)
     )
 
 
-def _support(segments: Sequence[tuple[int, TokenOutput]], *, length: int) -> SamplingSupport | None:
+def _support(segments: Sequence[PlacedSegment], *, length: int) -> SamplingSupport | None:
     """Of `length` positions, the tokens that the sampler kept; None if it kept all for every token.
 
     Position t has the set that token t was sampled from, the whole vocabulary if t is not in the loss. Kept sets of a

@@ -44,10 +44,10 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from message_queue.errors import ContractError
-from message_queue.routing_rows import TrajectoryRows
-from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, StopReason, TokenOutput
-from message_queue.training_sequence import TrainingSequence, training_sequence
+from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, StopReason, TokenOutput, shape_of
+from message_queue.training_sequence import TrainingSequence, TrajectoryRows, training_sequence
 
+PlacedSegment = tuple[int, TokenOutput]  # (position of its first token, segment)
 ResumeRouting = Literal["append", "force", "replace", "split"]
 POLICY = "policy"
 """Agent of a path, if it has no other name."""
@@ -75,8 +75,8 @@ class SequencePart(NamedTuple):
     """Path that sampled it."""
     length: int
     """Tokens, from the start of the path."""
-    segments: list[tuple[int, TokenOutput]]
-    """(position of its first token, segment with tokens), those in the loss."""
+    segments: list[PlacedSegment]
+    """Segments with tokens in the loss."""
     rows: TrajectoryRows | None
     """Rows over which they were decoded; None without routing."""
 
@@ -130,7 +130,8 @@ class Trajectory:
         self.parent: int | None = None
         self._root: Trajectory | None = None  # None for the root itself
         self._forks: list[Trajectory] = []  # of the root, in order of creation
-        self._length = self._num_segments = 0
+        self._length = 0
+        self._placed: list[PlacedSegment] = []
         self._branches = [SequenceBranch(0, None if routing is None else TrajectoryRows(routing))]
 
     def __len__(self) -> int:
@@ -151,7 +152,7 @@ class Trajectory:
         if self._rows is None:
             return 0
         start = max(0, self.shared_tokens - 1)
-        end = max((at + len(segment) for at, segment in self._placed()), default=0) - 1
+        end = max((at + len(segment) for at, segment in self._placed), default=0) - 1
         rows, before = self._rows.first(max(0, end)), self._rows.first(start)
         available = len(rows) - rows.num_unavailable
         return max(0, end - start - (available - len(before) + before.num_unavailable))
@@ -169,7 +170,12 @@ class Trajectory:
     @property
     def segments(self) -> list[TokenOutput]:
         """All segments in order, path after path."""
-        return [s for path in self._counted for _, s in path._placed()[path._branches[0].first_segment :]]
+        return [s for path in self._counted for _, s in path._placed[path._branches[0].first_segment :]]
+
+    @property
+    def shared_segments(self) -> list[PlacedSegment]:
+        """Segments in the turns that this path shares with its parent, in order."""
+        return self._placed[: self._branches[0].first_segment]
 
     @property
     def num_sampled(self) -> int:
@@ -184,7 +190,7 @@ class Trajectory:
         """
         self._require_open()
         if token_ids.ndim != 1 or token_ids.dtype != np.int32:
-            raise ContractError(f"observation is {token_ids.dtype}{list(token_ids.shape)}; need int32[n]")
+            raise ContractError(f"observation is {shape_of(token_ids)}; need int32[n]")
         if not self.turns and not len(token_ids):
             raise ContractError("the prompt is empty; a trajectory starts with at least one token")
         self.turns.append(Turn(observation=token_ids))
@@ -196,14 +202,8 @@ class Trajectory:
         Raises:
             ContractError: no turn is open, rows are missing, overlap the future, or leave a gap. Nothing is changed.
         """
-        self._require_open()
-        if len(self.turns) == self.shared_turns:
-            shared = (
-                f"path {self.path} has only shared turns" if self.shared_turns else "a segment came before the prompt"
-            )
-            raise ContractError(f"{shared}; call observe first")
-        self._merge(segment, self._checked_rows(segment))
-        self.turns[-1].segments.append(segment)
+        self.check(segment)
+        self._append(segment)
 
     def check(self, segment: TokenOutput) -> None:
         """Refuse a segment that `extend` would refuse; nothing is changed.
@@ -212,7 +212,24 @@ class Trajectory:
             ContractError: as of `extend`.
         """
         self._require_open()
-        self._checked_rows(segment)
+        if len(self.turns) == self.shared_turns:
+            shared = f"path {self.path} has only shared turns" if self.turns else "a segment came before the prompt"
+            raise ContractError(f"{shared}; call observe first")
+        segment.check_rows(self.routing)
+        if (given := segment.routed_experts) is None:
+            return
+        end, last_forwarded = given.end_position, self._length + len(segment) - 2
+        if end > last_forwarded + 1 or (len(segment) and end <= last_forwarded):
+            raise ContractError(
+                f"segment from replica {segment.replica} has rows up to position {end - 1}; "
+                f"its {len(segment)} tokens after position {self._length - 1} need rows up to {last_forwarded}"
+            )
+        stated = given.first_position - given.unavailable
+        if stated > self.num_rows:
+            raise ContractError(
+                f"segment from replica {segment.replica} has rows from position {given.first_position}; "
+                f"rows {self.num_rows}..{stated - 1} are missing"
+            )
 
     def fork(self, *, turns: int) -> Trajectory:
         """A new path of the same rollout that shares the first turns as they are now; both paths may grow afterwards.
@@ -256,15 +273,14 @@ class Trajectory:
             for segment in turn.segments:
                 if number_of_turn == turns and made._length + len(segment) > tokens:
                     break
-                made._merge(segment, made._merged_rows(segment))
-                made.turns[-1].segments.append(segment)
+                made._append(segment)
         if (len(made.turns), len(made)) != (turns, tokens):
             raise ContractError(
                 f"path {number} shares {turns} turns of {tokens} tokens with path {self.path}, whose first "
                 f"{len(made.turns)} have {len(made)}; fork at the end of a turn"
             )
         made.shared_turns, made.shared_tokens = turns, tokens
-        made._branches = [SequenceBranch(made._num_segments, made._rows)]
+        made._branches = [SequenceBranch(len(made._placed), made._rows)]
         root._forks.append(made)
         return made
 
@@ -320,24 +336,14 @@ class Trajectory:
         it, as those of a call that was not answered, are left out. A path that sampled no token itself has no
         sequence; if no path has any, the root has one.
         """
-        return [
-            training_sequence(
-                segments,
-                token_ids=path.token_ids()[:length],
-                rows=rows,
-                path=path.path,
-                shared=[(at, s) for at, s in path._placed()[: path._branches[0].first_segment] if len(s)],
-            )
-            for path, length, segments, rows in self.sequence_parts()
-        ]
+        return [training_sequence(part) for part in self.sequence_parts()]
 
     def sequence_parts(self) -> Iterator[SequencePart]:
         """The parts of `sequences`, in order."""
         for path in self._counted:
-            placed = path._placed()
-            ends = [*(branch.first_segment for branch in path._branches[1:]), len(placed)]
+            ends = [*(branch.first_segment for branch in path._branches[1:]), len(path._placed)]
             for branch, end in zip(path._branches, ends, strict=True):
-                own = [(at, segment) for at, segment in placed[branch.first_segment : end] if len(segment)]
+                own = [(at, segment) for at, segment in path._placed[branch.first_segment : end] if len(segment)]
                 last = branch is path._branches[-1]
                 if own or (last and path._root is None and not path.num_sampled):
                     yield SequencePart(path, own[-1][0] + len(own[-1][1]) if own else len(path), own, branch.rows)
@@ -360,98 +366,40 @@ class Trajectory:
                 f"the trajectory is closed ({(self._root or self).stop_reason}); nothing can be appended"
             )
 
-    def _placed(self) -> list[tuple[int, TokenOutput]]:
-        """(absolute position of its first token, segment) in order."""
-        placed: list[tuple[int, TokenOutput]] = []
-        at = 0
-        for turn in self.turns:
-            at += len(turn.observation)
-            for segment in turn.segments:
-                placed.append((at, segment))
-                at += len(segment)
-        return placed
-
-    def _merge(self, segment: TokenOutput, rows: RoutedExperts | None) -> None:
-        """Count a segment and take its rows."""
-        if rows is not None and self._rows is not None:
-            self._rows_before(rows, self._rows).add(rows, version=segment.weights.version)
+    def _append(self, segment: TokenOutput) -> None:
+        """Take a checked segment, and its rows by `resume_routing`."""
+        rows, existing = segment.routed_experts, self._rows
+        if rows is not None and existing is not None and (len(segment) or self.resume_routing in ("append", "force")):
+            if self.resume_routing == "replace":
+                existing = existing.first(rows.first_position)
+                self._branches[-1] = self._branches[-1]._replace(rows=existing)
+            elif self.resume_routing == "split" and existing.differ(rows):
+                existing = existing.first(rows.first_position - rows.unavailable)
+                self._branches.append(SequenceBranch(len(self._placed), existing))
+            existing.add(rows, version=segment.weights.version)
+        self.turns[-1].segments.append(segment)
+        self._placed.append((self._length, segment))
         self._length += len(segment)
-        self._num_segments += 1
-
-    def _rows_before(self, rows: RoutedExperts, existing: TrajectoryRows) -> TrajectoryRows:
-        """The held rows that stay; the merge adds the part of `rows` after them."""
-        match self.resume_routing:
-            case "append" | "force":
-                return existing
-            case "replace":
-                kept = existing.first(rows.first_position)
-                self._branches[-1] = self._branches[-1]._replace(rows=kept)
-                return kept
-            case "split":
-                if not existing.differ(rows):
-                    return existing
-                kept = existing.first(rows.first_position - rows.unavailable)
-                self._branches.append(SequenceBranch(self._num_segments, kept))
-                return kept
-
-    def _checked_rows(self, segment: TokenOutput) -> RoutedExperts | None:
-        """Rows of `segment` for the merge; None without any."""
-        given = segment.routed_experts
-        if self.routing is None:
-            if given is not None:
-                raise ContractError(
-                    f"segment from replica {segment.replica} has routed_experts with {len(given.experts)} rows, "
-                    "but the trajectory captures no routing; give it the model's RoutingSpec"
-                )
-            return None
-        if given is None:
-            if not len(segment):
-                return None
-            raise ContractError(
-                f"segment of {len(segment)} tokens from replica {segment.replica} carries no routing rows; "
-                f"expected rows {self.num_rows}..{self._length + len(segment) - 2}"
-            )
-        given.check(self.routing)
-        self._check_extent(segment, given)
-        return self._merged_rows(segment)
-
-    def _merged_rows(self, segment: TokenOutput) -> RoutedExperts | None:
-        """Rows of a checked segment that take part in the merge."""
-        return segment.routed_experts if len(segment) or self.resume_routing in ("append", "force") else None
-
-    def _check_extent(self, segment: TokenOutput, given: RoutedExperts) -> None:
-        """Refuse rows that start late, or that do not end with the last token that was forwarded."""
-        end, last_forwarded = given.end_position, self._length + len(segment) - 2
-        if len(segment) and end != last_forwarded + 1:
-            raise ContractError(
-                f"segment from replica {segment.replica} has rows up to position {end - 1}; "
-                f"its {len(segment)} tokens after position {self._length - 1} need rows up to {last_forwarded}"
-            )
-        if end > last_forwarded + 1:
-            raise ContractError(
-                f"segment from replica {segment.replica} has a row at position {end - 1}, "
-                f"but only positions up to {last_forwarded} were forwarded"
-            )
-        stated = given.first_position - given.unavailable
-        if stated > self.num_rows:
-            raise ContractError(
-                f"segment from replica {segment.replica} has rows from position {given.first_position}; "
-                f"rows {self.num_rows}..{stated - 1} are missing"
-            )
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class PromptGroup:
-    """The n trajectories of one prompt: the unit of the queue and of the trainer's normalisation."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Permission to roll out one prompt."""
 
     group: int
     """Id, unique in a run and never reused."""
     prompt: int
     """Index of the prompt in its source."""
     admitted_version: int
-    """`param_version` of the weights when the group was admitted; no token is older."""
+    """Newest `param_version` that every replica serves; no token of the group is older."""
     admitted_update: int
     """Optimizer updates held by those weights, the unit of staleness."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptGroup(Admission):
+    """The n trajectories of one prompt: the unit of the queue and of the trainer's normalisation."""
+
     trajectories: list[Trajectory]
     """The n trajectories."""
 

@@ -18,37 +18,25 @@ import os
 import reprlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from functools import partial
 from tempfile import TemporaryFile
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from agent_loop.boundary import boundary, call_function
 from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Prompt, TurnLimits
-from agent_loop.programs.conversation import openai_message
-from agent_loop.programs.session import AgentSession, CallRefused, TurnReader
+from agent_loop.programs.conversation import ModelAccess, RequestError, openai_message
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.session import AgentSession, TurnReader
 from agent_loop.reward import Completion, Reward, Score, number_or_nan, score_in_time
+from agent_loop.single_turn import TurnLoop
 from agent_loop.user_errors import describe_error
 from message_queue.errors import OvertimeError, RolloutError, StateLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelAccess:
-    """What an agent program needs to call the model."""
-
-    base_url: str
-    """For clients of OpenAI's and of Anthropic's API."""
-    api_key: str
-    """Key of this session alone."""
-    model: str
-    """Model name."""
-
-
+MAX_END = 500  # bytes of the output of a program that are read, from its end
 Program = Callable[[Prompt, ModelAccess], Any]
 """Runs one rollout; in a thread if it is not `async`.
 
@@ -109,33 +97,15 @@ def _end(file: IO[bytes], count: int) -> str:
     return os.pread(file.fileno(), count, max(0, size - count)).decode(errors="replace")
 
 
-MAX_END = 500  # bytes of the output of a program that are read, from its end
-
-
-class Gateway(Protocol):
-    """Serves sessions to agent programs over HTTP."""
-
-    def serve(self, session: AgentSession) -> AbstractAsyncContextManager[ModelAccess]:
-        """Context in which a program can make the calls of a session; the session ends with it."""
-        ...
-
-    async def offer(self, session: AgentSession, prompt: Prompt) -> None:
-        """Return when an agent outside of the run has opened a session that is being served."""
-        ...
-
-
-class ProgramLoop:
+class ProgramLoop(TurnLoop):
     """An AgentLoop that runs a program.
 
     The reward is what the program returns, else what was reported to the session (the sum over agents), else that of
     `reward`. One number is the reward of each agent.
 
-    `Trajectory.info` has
-        turns: answered model calls;
+    `Trajectory.info` also has
         paths: conversations that the calls made;
         retries: retries that got the answer of their first call;
-        aborts: decodes that were resumed;
-        refused_answers: answers of the engine that were refused, each retried;
         reward/NAME: parts of the reward, or what was reported for each agent.
 
     A rollout that is resumed after a restart starts over: the state of its program is gone.
@@ -152,7 +122,7 @@ class ProgramLoop:
         self,
         *,
         program: Program,
-        gateway: Gateway,
+        gateway: Sessions,
         engine: Engine,
         chat: Chat,
         read: TurnReader,
@@ -161,15 +131,12 @@ class ProgramLoop:
         sampling: SamplingConfig,
         agents: Mapping[str, bool] | None = None,
     ) -> None:
+        super().__init__(engine=engine, chat=chat, limits=limits, sampling=sampling)
         self._agents = agents or {}
         self._program = program
         self._gateway = gateway
-        self._engine = engine
-        self._chat = chat
         self._read = read
         self._reward = reward
-        self._limits = limits
-        self._sampling = sampling
 
     async def run(self, prompt: Prompt, *, trajectory: Trajectory, session: str, cache_salt: str) -> None:
         """Fill and close `trajectory`; see AgentLoop.run."""
@@ -195,22 +162,14 @@ class ProgramLoop:
         score = await self._score(prompt, reported, calls, stop_reason)
         rewards = self._by_agent(prompt, trajectory, reported or {"": score.value}) if self._agents else None
         info = {
-            "turns": float(calls.counts.calls),
             "paths": float(len(trajectory.paths)),
-            "retries": float(calls.counts.retries),
-            "aborts": float(calls.counts.aborts),
-            "refused_answers": float(calls.counts.refused),
+            **{name: float(count) for name, count in calls.counts.items()},
             **{f"reward/{name}": value for name, value in score.parts.items()},
         }
         trajectory.close(stop_reason=stop_reason, reward=score.value, info=info, rewards=rewards)
 
     async def _result(self, prompt: Prompt, access: ModelAccess, calls: AgentSession) -> Any:
-        """What the program returns; None if it failed because the limits of the rollout left it no call.
-
-        Raises:
-            RolloutError: the program failed, or did not end in time.
-            EngineError: the engines cannot serve.
-        """
+        """What the program returns; None if it failed because the limits of the rollout left it no call."""
         if self._program is external:
             await self._gateway.offer(calls, prompt)
             work: Callable[[], Awaitable[Any]] = calls.ended.wait
@@ -244,7 +203,7 @@ class ProgramLoop:
         """What the program returned, else what was reported to the session; keys as in `AgentSession.rewards`."""
         try:
             reported = calls.rewards if returned is None else calls.named(returned)
-        except CallRefused as error:
+        except RequestError as error:
             raise RolloutError(f"the agent program of prompt {prompt.index} returned a {error}") from error
         numbers = {agent: number_or_nan(value) for agent, value in reported.items()}
         for agent, number in numbers.items():
@@ -269,11 +228,7 @@ class ProgramLoop:
         return await score_in_time(self._reward, prompt, completion=completion, timeout_s=self._limits.reward_timeout_s)
 
     def _by_agent(self, prompt: Prompt, trajectory: Trajectory, reported: Mapping[str, float]) -> dict[str, float]:
-        """Reward of each trained agent that made a call.
-
-        Raises:
-            RolloutError: there is none, or one has no reward.
-        """
+        """Reward of each trained agent that made a call. RolloutError: there is none, or one has no reward."""
         called = {part.path.agent for part in trajectory.sequence_parts()}
         trained = [agent for agent in sorted(called) if self._agents.get(agent, True)]
         if not trained:

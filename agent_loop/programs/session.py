@@ -21,10 +21,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,41 +32,21 @@ from agent_loop.chat import CHARS_PER_TOKEN, Chat
 from agent_loop.decoder import FindStop, SegmentDecoder, budget_left, sampled_tokens
 from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.loop import Message, ToolUse, TurnLimits
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, Finish, TokenAnswer, TokenRequest
+from agent_loop.programs.conversation import (
+    ChatAnswer,
+    ChatRequest,
+    ContextFull,
+    Finish,
+    ModelRequest,
+    RequestError,
+    SessionEnded,
+    SessionFailed,
+    TokenRequest,
+)
 from agent_loop.timeline import now, record
 from message_queue.errors import ChatTemplateError, EngineError, RolloutError
 from message_queue.tokens import Int32Array, StopReason
 from message_queue.trajectory import POLICY, Trajectory, Turn
-
-T = TypeVar("T")
-
-
-class SessionEnded(Exception):
-    """The session has ended; no call is served any more."""
-
-
-class SessionFailed(Exception):
-    """The rollout failed; the call has no answer."""
-
-
-class CallRefused(Exception):
-    """The call cannot be served as it is; the text says why."""
-
-
-class ContextFull(CallRefused):
-    """The conversation leaves no token to sample.
-
-    Args:
-        prompt_tokens: tokens of the conversation; an eighth of the characters of a text that is not tokenized.
-        max_tokens: bound on them and the answer.
-    """
-
-    def __init__(self, *, prompt_tokens: int, max_tokens: int) -> None:
-        super().__init__(
-            f"the conversation has {prompt_tokens} tokens and rollout.limits.max_tokens is {max_tokens}; shorten it"
-        )
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = max_tokens
 
 
 class ReadTurn(NamedTuple):
@@ -104,6 +84,21 @@ class _Answer(NamedTuple):
     def turn(self) -> Turn:
         return self.path.turns[self.turns - 1]
 
+    @property
+    def said(self) -> ChatAnswer:
+        """The answer, for the agent."""
+        tokens = sampled_tokens(self.turn)
+        finish: Finish = "tool_calls" if self.message.tool_calls else "stop"
+        return ChatAnswer(
+            message=self.message,
+            finish="length" if self.reason is StopReason.LENGTH else finish,
+            stop_text=self.stop_text,
+            prompt_tokens=self.length - len(tokens),
+            cached_tokens=self.length - len(tokens) - len(self.turn.observation),
+            token_ids=tuple(tokens.tolist()),
+            logprobs=tuple(value for segment in self.turn.segments for value in segment.logprobs.tolist()),
+        )
+
 
 class _Place(NamedTuple):
     """Place of a call in the tree."""
@@ -117,20 +112,6 @@ class _Place(NamedTuple):
     def length(self) -> int:
         """Tokens of the path up to the start of the answer."""
         return len(self.observation) + (0 if self.before is None else self.before.length)
-
-
-@dataclass(slots=True)
-class SessionCounts:
-    """Figures of a session."""
-
-    calls: int = 0
-    """Answered model calls."""
-    retries: int = 0
-    """Retries of a client that got the answer of their first call."""
-    aborts: int = 0
-    """Decodes that were resumed."""
-    refused: int = 0
-    """Answers of the engine that broke the contract, each retried."""
 
 
 class AgentSession:
@@ -147,7 +128,7 @@ class AgentSession:
 
     Attributes:
         agents: names that calls and rewards may have.
-        counts: figures so far.
+        counts: figures so far: turns, retries, aborts and refused_answers of `Trajectory.info`.
         rewards: agent -> its reward; "" is that of all agents without one.
         messages: conversation of the newest answer, that answer included; of a call with tokens only the answer.
         stop_reason: end of the newest answer; None before the first.
@@ -171,7 +152,7 @@ class AgentSession:
     ) -> None:
         self.name = name
         self.agents = tuple(sorted({*agents, POLICY}))
-        self.counts = SessionCounts()
+        self.counts = Counter(turns=0, retries=0, aborts=0, refused_answers=0)
         self.rewards: dict[str, float] = {}
         self.messages: tuple[Message, ...] = ()
         self.stop_reason: StopReason | None = None
@@ -202,6 +183,13 @@ class AgentSession:
         self._recorded: dict[bytes, _Answer] = {}
         """Key of a call -> its answer, for retries."""
 
+    @property
+    def status(self) -> Literal["open", "ended", "failed"]:
+        """Whether calls are served, or why not."""
+        if self.failure is not None:
+            return "failed"
+        return "ended" if self.ended.is_set() else "open"
+
     # ---- calls
 
     async def answer(self, request: ChatRequest) -> ChatAnswer:
@@ -212,40 +200,27 @@ class AgentSession:
         Raises:
             SessionEnded: the session has ended, or ends before the answer.
             SessionFailed: the rollout failed.
-            CallRefused: the call cannot be served; nothing is changed.
+            RequestError: the call cannot be served; nothing is changed.
         """
         chat = self._chat_of(request)
         conversation = self._conversation_keys(request, chat)
-        key = _key(conversation[-1].hex(), str(request.max_tokens), *request.stop)
-        answer = await self._once(
-            _key("call", request.idempotency_key) if request.idempotency_key else key,
-            is_retry=request.is_retry or request.idempotency_key is not None,
-            make=lambda: self._answer(request, chat, conversation),
-        )
-        return _chat_answer(answer)
+        key = _key(conversation[-1], request.max_tokens, request.stop)
+        return await self._once(request, key, lambda: self._answer(request, chat, conversation))
 
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
+    async def generate(self, request: TokenRequest) -> ChatAnswer:
         """Sample tokens after a prompt of tokens. It attaches to the longest run of whole turns that it starts with.
 
         Raises:
-            SessionEnded, SessionFailed, CallRefused: see `answer`.
+            SessionEnded, SessionFailed, RequestError: see `answer`.
         """
-        tokens = np.asarray(request.token_ids, np.int32)
-        agent = self._agent_of(request)
-        digest = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
-        key = _key("tokens", agent, digest, str(request.max_tokens), str(request.stop_token_ids))
-        answer = await self._once(
-            _key("call", request.idempotency_key) if request.idempotency_key else key,
-            is_retry=request.is_retry or request.idempotency_key is not None,
-            make=lambda: self._generate(request, agent, tokens),
-        )
-        return _token_answer(answer, request)
+        key = _key(self._agent_of(request), request.token_ids, request.max_tokens, request.stop_token_ids)
+        return await self._once(request, key, lambda: self._generate(request))
 
     def count_tokens(self, request: ChatRequest) -> int:
         """Tokens of the prompt of a call.
 
         Raises:
-            CallRefused: the call cannot be served.
+            RequestError: the call cannot be served.
         """
         chat = self._chat_of(request)
         return self._place(request, chat, self._conversation_keys(request, chat)).length
@@ -255,7 +230,7 @@ class AgentSession:
 
         Raises:
             SessionEnded: the session has ended.
-            CallRefused: there is no such agent.
+            RequestError: there is no such agent.
         """
         self._require_open()
         self.rewards |= self.named(value)
@@ -264,13 +239,13 @@ class AgentSession:
         """Rewards as in `rewards`.
 
         Raises:
-            CallRefused: there is no such agent.
+            RequestError: there is no such agent.
         """
         if not isinstance(value, Mapping):
             return {"": value}
         for agent in value:
             if self._declared and agent not in self.agents:
-                raise CallRefused(f"reward is of agent {agent!r}; the agents are {', '.join(self.agents)}")
+                raise RequestError(f"reward is of agent {agent!r}; the agents are {', '.join(self.agents)}")
         return value
 
     def end(self) -> None:
@@ -295,29 +270,32 @@ class AgentSession:
 
     def _require_open(self) -> None:
         if self.ended.is_set():
-            raise SessionEnded(f"session {self.name} has ended")
+            raise SessionEnded(self.name)
         if self.failure is not None:
             raise SessionFailed(f"session {self.name} failed")
 
-    async def _once(self, key: bytes, *, is_retry: bool, make: Callable[[], Coroutine[Any, Any, _Answer]]) -> _Answer:
-        """Answer a call, or join the one that it repeats."""
+    async def _once(
+        self, request: ModelRequest, key: bytes, make: Callable[[], Coroutine[Any, Any, _Answer]]
+    ) -> ChatAnswer:
+        """Answer a call, or join the one that it repeats; `key` is equal for equal requests."""
         self._require_open()
-        if is_retry and key in self._recorded:
-            self.counts.retries += 1
-            return self._recorded[key]
-        task = self._in_flight.get(key) if is_retry else None
-        if task is None:
+        key = _key("call", request.idempotency_key) if request.idempotency_key else key
+        is_retry = request.is_retry or request.idempotency_key is not None
+        is_known = is_retry and (key in self._recorded or key in self._in_flight)
+        self.counts["retries"] += is_known
+        if is_known and key in self._recorded:
+            return self._recorded[key].said
+        if not is_known:
             self._record_own_time()
-            task = self._in_flight[key] = asyncio.create_task(make(), context=self._context)
-            self._running.add(task)
-            task.add_done_callback(lambda ended: self._settle(key, ended))
-        else:
-            self.counts.retries += 1
+            self._in_flight[key] = asyncio.create_task(make(), context=self._context)
+            self._running.add(self._in_flight[key])
+            self._in_flight[key].add_done_callback(lambda ended: self._settle(key, ended))
+        task = self._in_flight[key]
         try:
-            return await asyncio.shield(task)
+            return (await asyncio.shield(task)).said
         except asyncio.CancelledError:
             if task.cancelled():
-                raise SessionEnded(f"session {self.name} has ended") from None
+                raise SessionEnded(self.name) from None
             raise
 
     def _record_own_time(self) -> None:
@@ -334,25 +312,23 @@ class AgentSession:
             self._recorded[key] = task.result()
 
     async def _answer(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Answer:
-        agent = self._agent_of(request)
         try:
             place = self._place(request, chat, conversation)
         except ContextFull:
             self.is_full = True
             raise
-        path, reason = await self._decode(place, agent, max_tokens=request.max_tokens, find_stop=chat.find_stop)
+        path, reason = await self._decode(request, place, find_stop=chat.find_stop)
         message, stop_text = self._said(path, reason, chat, request.stop)
         answer = self._finished(path, reason, message, stop_text)
         said = _message_key(message)
         self._sampled[said] = answer
         if reason is not StopReason.LENGTH:
-            self._answers[_after(conversation[-1], said)] = answer
+            self._answers[_key(conversation[-1], said)] = answer
         self.messages = (*request.messages, message)
         return answer
 
-    async def _generate(self, request: TokenRequest, agent: str, tokens: Int32Array) -> _Answer:
-        place = self._token_place(agent, tokens)
-        path, reason = await self._decode(place, agent, max_tokens=request.max_tokens, stop_ids=request.stop_token_ids)
+    async def _generate(self, request: TokenRequest) -> _Answer:
+        path, reason = await self._decode(request, self._token_place(request))
         message = Message(role="assistant", content=self._chat.text(sampled_tokens(path.turns[-1])))
         self.messages = (message,)
         return self._finished(path, reason, message)
@@ -366,36 +342,25 @@ class AgentSession:
         return answer
 
     async def _decode(
-        self,
-        place: _Place,
-        agent: str,
-        *,
-        max_tokens: int | None,
-        stop_ids: tuple[int, ...] = (),
-        find_stop: FindStop | None = None,
+        self, request: ModelRequest, place: _Place, *, find_stop: FindStop | None = None
     ) -> tuple[Trajectory, StopReason]:
-        """Open a turn and sample it, as the last one of the path that is returned.
-
-        Raises:
-            CallRefused: it leaves no token to sample, or the session has no call left; nothing is changed.
-            SessionFailed: the rollout failed.
-        """
+        """Open a turn and sample it, as the last one of the path that is returned. Refused calls change nothing."""
         held = place.length
         self.is_full |= self._num_calls == self._limits.max_turns or self._limits.turn_budget(held) < 1
         if self._num_calls == self._limits.max_turns:
-            raise CallRefused(
+            raise RequestError(
                 f"the session has made {self._num_calls} model calls, and rollout.limits.max_turns is "
                 f"{self._limits.max_turns}; end it"
             )
         if self._limits.turn_budget(held) < 1:
             raise ContextFull(prompt_tokens=held, max_tokens=self._limits.max_tokens)
         call, self._num_calls = self._num_calls, self._num_calls + 1
-        path = self._path(place.before, agent)
+        path = self._path(place.before, self._agent_of(request))
         path.observe(place.observation)
         decoder = SegmentDecoder(
             self._engine,
             sampling=self._sampling,
-            stop_token_ids=(*self._chat.stop_token_ids, *stop_ids),
+            stop_token_ids=(*self._chat.stop_token_ids, *request.stop_token_ids),
             session=self.name if not path.path else f"{self.name}-p{path.path}",  # rows that a path forces are its own
             cache_salt=self._cache_salt,
             limits=self._limits,
@@ -404,19 +369,19 @@ class AgentSession:
         )
         budget = budget_left(path, self._limits)
         try:
-            reason = await decoder.decode(path, max_new_tokens=min(budget, max_tokens or budget))
+            reason = await decoder.decode(path, max_new_tokens=min(budget, request.max_tokens or budget))
         except (EngineError, RolloutError) as error:
             self.failure = self.failure or error
             self._failed.set()
             raise SessionFailed(f"session {self.name} failed") from error
         finally:
-            self.counts.aborts += decoder.num_aborts
-            self.counts.refused += decoder.num_refused
-        self.counts.calls += 1
+            self.counts["aborts"] += decoder.num_aborts
+            self.counts["refused_answers"] += decoder.num_refused
+        self.counts["turns"] += 1
         self.stop_reason = reason
         return path, reason
 
-    def _agent_of(self, request: ChatRequest | TokenRequest) -> str:
+    def _agent_of(self, request: ModelRequest) -> str:
         return request.agent if request.agent in self._declared else POLICY
 
     def _path(self, before: _Answer | None, agent: str) -> Trajectory:
@@ -431,17 +396,12 @@ class AgentSession:
         try:
             return self._chat.variant(tools=request.tools, stop_strings=request.stop)
         except ChatTemplateError as error:
-            raise CallRefused(str(error)) from error
+            raise RequestError(str(error)) from error
 
     def _place(self, request: ChatRequest, chat: Chat, conversation: Sequence[bytes]) -> _Place:
-        """Where a call attaches.
-
-        Raises:
-            CallRefused: the last message is the assistant's, or the chat template refuses the conversation.
-            ContextFull: the new messages have more than 8 characters for each token of the limit; none is tokenized.
-        """
+        """Where a call attaches. A text of more than 8 characters for each token of the limit is not tokenized."""
         if request.messages[-1].role == "assistant":
-            raise CallRefused("the last message is of the assistant; a sampled turn cannot be started by the agent")
+            raise RequestError("the last message is of the assistant; a sampled turn cannot be started by the agent")
         held = range(len(request.messages), 0, -1)
         known = next((count for count in held if conversation[count] in self._answers), 0)
         rest = request.messages[known:]
@@ -456,19 +416,20 @@ class AgentSession:
             before = self._answers[conversation[known]]
             return _Place(before, chat.reply(rest, after=sampled_tokens(before.turn), sampled=sampled))
         except ChatTemplateError as error:
-            raise CallRefused(str(error)) from error
+            raise RequestError(str(error)) from error
         except Exception as error:  # a template is foreign code, and raises what it likes
-            raise CallRefused(f"the chat template refuses the conversation: {error}") from error
+            raise RequestError(f"the chat template refuses the conversation: {error}") from error
 
     def _conversation_keys(self, request: ChatRequest, chat: Chat) -> list[bytes]:
         """Key of the conversation without messages, then after each message."""
         keys = [_key(self._agent_of(request), chat.tools_key)]
         for message in request.messages:
-            keys.append(_after(keys[-1], _message_key(message)))
+            keys.append(_key(keys[-1], _message_key(message)))
         return keys
 
-    def _token_place(self, agent: str, tokens: Int32Array) -> _Place:
+    def _token_place(self, request: TokenRequest) -> _Place:
         """Where a prompt of tokens attaches: to the longest path up to an answer that it starts with."""
+        tokens, agent = np.asarray(request.token_ids, np.int32), self._agent_of(request)
         of_agent = [answer for answer in self._extendable[::-1] if answer.path.agent == agent]  # newest first
         for before in sorted(of_agent, key=lambda answer: answer.length, reverse=True):
             if np.array_equal(before.path.token_ids()[: before.length], tokens[: before.length]):
@@ -494,37 +455,6 @@ class AgentSession:
         return Message(role="assistant", content=content, reasoning=read.reasoning, tool_calls=calls), stop_text
 
 
-def _chat_answer(answer: _Answer) -> ChatAnswer:
-    tokens = sampled_tokens(answer.turn)
-    finish: Finish = "tool_calls" if answer.message.tool_calls else "stop"
-    return ChatAnswer(
-        message=answer.message,
-        finish="length" if answer.reason is StopReason.LENGTH else finish,
-        stop_text=answer.stop_text,
-        prompt_tokens=answer.length - len(tokens),
-        cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
-        completion_tokens=len(tokens),
-        token_ids=tuple(tokens.tolist()),
-        logprobs=_logprobs(answer.turn),
-    )
-
-
-def _token_answer(answer: _Answer, request: TokenRequest) -> TokenAnswer:
-    tokens = sampled_tokens(answer.turn)
-    last = int(tokens[-1])
-    return TokenAnswer(
-        token_ids=tuple(tokens.tolist()),
-        logprobs=_logprobs(answer.turn),
-        finish="length" if answer.reason is StopReason.LENGTH else "stop",
-        stop_token_id=last if last in request.stop_token_ids else None,
-        cached_tokens=answer.length - len(tokens) - len(answer.turn.observation),
-    )
-
-
-def _logprobs(turn: Turn) -> tuple[float, ...]:
-    return tuple(value for segment in turn.segments for value in segment.logprobs.tolist())
-
-
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """The text before the stop string that is complete first, and that string."""
     found = min(((text.find(stop) + len(stop), stop) for stop in stops if stop in text), default=None)
@@ -534,15 +464,9 @@ def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 # ---- keys
 
 
-def _after(conversation: bytes, message: bytes) -> bytes:
-    """Key of a conversation with one more message."""
-    return _key(conversation.hex(), message.hex())
-
-
 def _message_key(message: Message) -> bytes:
     calls = [(call.name, _canonical(call.arguments)) for call in message.tool_calls]
-    fields = (message.role, message.content, message.reasoning or "", message.name or "")
-    return _key(*fields, json.dumps(calls) if calls else "")
+    return _key(message.role, message.content, message.reasoning or "", message.name or "", calls)
 
 
 def _canonical(arguments: str) -> str:
@@ -553,7 +477,6 @@ def _canonical(arguments: str) -> str:
         return arguments
 
 
-def _key(*parts: str) -> bytes:
-    """Hash of texts; different lists of texts have different hashes."""
-    text = "".join([f"{len(part)}:{part}" for part in parts])
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _key(*parts: object) -> bytes:
+    """Hash of texts, numbers and keys; different ones have different hashes."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()

@@ -1,13 +1,21 @@
-"""Tools and rewards from plain Python functions.
+"""Tools from plain Python functions, and from classes with a state for one rollout.
 
-    def multiply(a: int, b: int) -> int:                        a tool: its schema comes from the signature, its texts
-        \"\"\"Multiplies two integers.\"\"\"                          from the docstring
+    def multiply(a: int, b: int) -> int:             a tool: its schema comes from the signature, its texts from the
+        \"\"\"Multiplies two integers.\"\"\"               docstring
         return a * b
 
-    def exact(completion: Completion, answer: str) -> bool:     a reward: `answer` is a column of the prompt's row
-        return completion.text.strip() == answer
+    class Board:
+        def open(self, size: int): ...               optional; `size` is a column of the prompt's row
+        def move(self, x: int, y: int) -> str: ...   a tool, described as any other function
+        def close(self): ...                         optional; called however the rollout ends
+
+    prompt ──> Board() ──> open ──> move, move, ... ──> reward ──> close
 
 A function may be `async`. Any other runs in a thread, so that a call that blocks stops no other rollout.
+
+A rollout that is resumed has its tokens and no object: the object was in a process that died, or was closed when the
+rollout failed. If the class says `repeatable = True`, the recorded calls are repeated on a new object, in order, and
+their replies are thrown away. Otherwise the rollout starts over.
 """
 
 from __future__ import annotations
@@ -15,16 +23,19 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from copy import copy
 from functools import partial
 from typing import Any, cast
 
-from agent_loop.boundary import call_function
+from agent_loop.boundary import UserClass, call_function, named_parameters
 from agent_loop.loop import Prompt
-from agent_loop.reward import Completion, RewardFunction, Score
-from agent_loop.user_errors import describe_error
-from message_queue.errors import RewardError, RolloutError, ToolError
+from agent_loop.tools.mcp import McpServer
+from agent_loop.tools.tool import Tool, ToolRunner
+from message_queue.errors import ToolError
+
+HOOKS = ("open", "close")
 
 
 class FunctionTool:
@@ -108,111 +119,54 @@ class FunctionTool:
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
 
 
-class FunctionReward:
-    """A Reward: the weighted sum of functions. Each function becomes a metric with its name.
+class ToolClass(UserClass):
+    """A class whose public methods are tools of one object for each rollout.
 
     Args:
-        functions: name -> (weight, function).
+        factory: see `agent_loop.boundary.UserClass`.
+
+    Attributes:
+        tools: descriptions of the methods.
 
     Raises:
-        ValueError: a function has parameters that are no names, such as `*args`.
+        ValueError: no public method, or one that cannot be described; see `FunctionTool`.
     """
 
-    def __init__(self, functions: Mapping[str, tuple[float, RewardFunction]]) -> None:
-        self._functions = dict(functions)
-        self._parameters = {
-            name: named_parameters(function, name=f"reward {name}") for name, (_, function) in functions.items()
-        }
+    def __init__(self, factory: Callable[[], object]) -> None:
+        super().__init__(factory, kind="tool", opening="open")
+        methods = {name: each for name, each in inspect.getmembers(self.made, inspect.isfunction) if name[0] != "_"}
+        for name in methods:
+            if isinstance(inspect.getattr_static(self.made, name), staticmethod):
+                raise ValueError(f"tool {self.name} has the static method {name}; give it as a separate function")
+        self.tools = [FunctionTool(method, is_method=True) for name, method in methods.items() if name not in HOOKS]
+        if not self.tools:
+            raise ValueError(f"tool {self.name} is a class without a public method; its public methods are the tools")
 
-    def check(self, target: Mapping[str, Any]) -> None:
-        """Check that a row has the columns that the functions need.
-
-        Raises:
-            ValueError: names the function, its parameter and the columns.
-        """
-        for name, parameters in self._parameters.items():
-            check_columns(parameters, target, name=f"reward {name}", beside=("prompt", "completion"))
-            if parameters and not any(each in ("prompt", "completion", *target) for each in parameters):
-                raise ValueError(
-                    f"reward {name} uses neither the completion nor a column; its parameters are "
-                    f"{', '.join(parameters)}: call it if it makes a reward, as in math_answer()"
-                )
-
-    async def score(self, prompt: Prompt, *, completion: Completion) -> Score:
-        """See `agent_loop.reward.Reward`."""
-        parts: dict[str, float] = {}
-        available = {**prompt.target, "prompt": prompt, "completion": completion}
-        for name, (_, function) in self._functions.items():
-            arguments = {key: available[key] for key in self._parameters[name] if key in available}
-            try:
-                parts[name] = float(await call_function(function, arguments))
-            except RolloutError:
-                raise
-            except Exception as error:
-                raise RewardError(f"reward {name} of prompt {prompt.index} failed: {describe_error(error)}") from error
-        value = sum(weight * parts[name] for name, (weight, _) in self._functions.items())
-        return Score(value, parts if len(parts) > 1 else {})
+    @asynccontextmanager
+    async def opened(self, prompt: Prompt, *, timeout_s: float) -> AsyncGenerator[list[Tool]]:
+        """The tools of a new object; see `UserClass.new`."""
+        async with self.new(prompt, timeout_s=timeout_s) as (owner, _):
+            turn = asyncio.Lock()
+            yield [tool.of(owner.made, turn=turn) for tool in self.tools]
 
 
-def weighted(
-    rewards: RewardFunction | Sequence[RewardFunction] | Mapping[str, Any],
-) -> dict[str, tuple[float, RewardFunction]]:
-    """name -> (weight, function), from the `rewards` of a task.
+ToolSource = ToolClass | McpServer
+"""Tools that are opened for each rollout. `repeatable` is None if they have no state, so that no call is repeated."""
 
-    `exact` and `[exact, short]` have weight 1 each; `{"exact": exact, "short": (0.2, short)}` names and weighs them.
+
+@asynccontextmanager
+async def open_tools(
+    runner: ToolRunner, sources: Sequence[ToolSource], prompt: Prompt, *, timeout_s: float
+) -> AsyncGenerator[ToolRunner]:
+    """The tools of `runner`, and those that `sources` open, for one rollout.
 
     Raises:
-        ValueError: nothing, two functions of one name, or a value that is no function.
+        RolloutError: see `UserClass.new`.
     """
-    found: dict[str, tuple[Any, Any]] = {}
-    given: Any = rewards  # of a user, who may have no type checker
-    if not callable(given) and (isinstance(given, str) or not isinstance(given, Mapping | Sequence)):
-        raise ValueError(f"rewards is {rewards!r}; give a function, a list of functions, or a mapping of names to them")
-    if isinstance(rewards, Mapping):
-        for name, value in cast(Mapping[str, Any], rewards).items():
-            found[name] = value if isinstance(value, tuple) else (1.0, value)
-    else:
-        functions = [rewards] if callable(rewards) else list(rewards)
-        found = {getattr(function, "__name__", repr(function)): (1.0, function) for function in functions}
-        if len(found) < len(functions):
-            raise ValueError("two rewards have one name; give a mapping of names to functions")
-    if not found:
-        raise ValueError("rewards is empty; give a function")
-    for name, (weight, function) in found.items():
-        if not callable(function) or not isinstance(weight, int | float):
-            raise ValueError(f"reward {name} is {(weight, function)}; give a function, or (weight, function)")
-    return found
-
-
-def named_parameters(function: Callable[..., Any], *, name: str) -> dict[str, bool]:
-    """Parameter of a function -> whether it has no default.
-
-    Raises:
-        ValueError: a parameter is no name, such as `*args`; the text starts with `name`.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    for parameter in parameters:
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise ValueError(f"{name} has the parameter {parameter}; give it named parameters only")
-    return {parameter.name: parameter.default is parameter.empty for parameter in parameters}
-
-
-def check_columns(
-    parameters: Mapping[str, bool], target: Mapping[str, Any], *, name: str, beside: Sequence[str]
-) -> None:
-    """Check that a row has the columns that a function needs.
-
-    Args:
-        parameters: the function's parameters, from `named_parameters`.
-        target: columns of the row.
-        beside: names that are no columns.
-
-    Raises:
-        ValueError: names the function, its parameter and the columns.
-    """
-    for parameter, needed in parameters.items():
-        if needed and parameter not in (*beside, *target):
-            raise ValueError(
-                f"{name} has the parameter {parameter}, and a prompt has the columns "
-                f"{', '.join(sorted(target)) or '(none)'}; name it {', '.join(beside)} or as one of them"
-            )
+    async with AsyncExitStack() as stack:
+        tools: list[Tool] = []
+        for each in sources:
+            tools += await stack.enter_async_context(each.opened(prompt, timeout_s=timeout_s))
+        states = [(each.repeatable, each) for each in sources if each.repeatable is not None]
+        repeatable = {tool.name: again for again, each in states for tool in each.tools}
+        yield runner.with_tools(tools, repeatable=repeatable)

@@ -21,12 +21,12 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, SubprocessStreamProtocol
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from agent_loop.boundary import boundary
 from agent_loop.loop import Prompt
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
-T = TypeVar("T")
 LIST_S = 120.0  # for the list of tools; this may include the download of the server
 CLOSE_S = 2.0  # for a server to end by itself once its input is closed
 MAX_PAGES = 100  # of a list of tools
@@ -96,7 +95,7 @@ class McpServer:
         headers: more headers for the URL, such as Authorization.
         only: names of the tools to use; None uses all.
         shared: whether all rollouts of a worker use one connection. It is right if calls do not depend on earlier ones.
-        repeatable: whether the same calls on a new connection make the same state; see `agent_loop.tools.state`.
+        repeatable: whether the same calls on a new connection make the same state; see `agent_loop.tools.functions`.
 
     Attributes:
         tools: descriptions of the tools.
@@ -128,7 +127,14 @@ class McpServer:
         self._headers = dict(headers or {})
         self.repeatable = None if shared else repeatable
         self._shared = McpConnection(self, reopens=True) if shared else None
-        self.tools = self._chosen(_in_thread(self._list), only)
+        with ThreadPoolExecutor(1) as thread:  # in a separate event loop, as the caller may be on another one
+            found = thread.submit(lambda: asyncio.run(self._list())).result()
+        self.tools = [tool for tool in found if only is None or tool.name in only]
+        names = [tool.name for tool in found]
+        if only is not None and (absent := set(only) - set(names)):
+            raise ValueError(f"only has {sorted(absent)}, and the tools of {self.name} are {', '.join(names)}")
+        if not self.tools:
+            raise ValueError(f"mcp server {self.name} has no tools; leave it out")
 
     def check(self, target: Mapping[str, Any]) -> None:
         """Nothing: a server takes no columns."""
@@ -140,11 +146,7 @@ class McpServer:
             yield [replace(tool, call=connection.call) for tool in self.tools]
 
     def client(self, tail: bytearray) -> Client:
-        """A client that is not connected. A server that is not shared has a state, so it needs a session.
-
-        Args:
-            tail: gets the end of stderr.
-        """
+        """A client that is not connected; `tail` gets the end of stderr. A server with a state needs a session."""
         from mcp import Client
 
         transport = _over_http(self._url, self._headers) if self._url else _over_pipes(self._command, self._env, tail)
@@ -171,22 +173,11 @@ class McpServer:
         client, cursor = await session.client(), None
         for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
-            found += [
-                McpTool(name=one.name, description=one.description or "", parameters=one.input_schema)
-                for one in page.tools
-            ]
+            for one in page.tools:
+                found.append(McpTool(name=one.name, description=one.description or "", parameters=one.input_schema))
             if not (cursor := page.next_cursor):
                 return found
         raise ValueError(f"mcp server {self.name} lists more than {MAX_PAGES} pages of tools")
-
-    def _chosen(self, found: Sequence[McpTool], only: Sequence[str] | None) -> list[McpTool]:
-        names = [tool.name for tool in found]
-        if only is not None and (absent := set(only) - set(names)):
-            raise ValueError(f"only has {sorted(absent)}, and the tools of {self.name} are {', '.join(names)}")
-        chosen = [tool for tool in found if only is None or tool.name in only]
-        if not chosen:
-            raise ValueError(f"mcp server {self.name} has no tools; leave it out")
-        return chosen
 
 
 class McpConnection:
@@ -221,45 +212,33 @@ class McpConnection:
             ToolError: the server refuses the call or reports an error.
             RolloutError: the server cannot be reached or has died.
         """
-        if self._reopens:
-            return await (await self._live()).call(name, arguments)
-        async with self._turn:
-            return await (await self._live()).call(name, arguments)
-
-    async def _live(self) -> McpSession:
-        """The session; a new one before the first call, and after a death if that loses nothing."""
-        session = self._session
-        if session is None or (self._reopens and session.ended):
-            session, before = McpSession(self._server), session
-            self._session = session
-            if before is not None:
-                await before.close()
-        return session
+        async with contextlib.nullcontext() if self._reopens else self._turn:
+            session = before = self._session
+            if session is None or (self._reopens and session.ends.is_set()):
+                session = self._session = McpSession(self._server)
+                if before is not None:
+                    await before.close()
+            return await session.call(name, arguments)
 
 
 class McpSession:
-    """A client that is open, held by a separate task: it has to be opened and closed by one task."""
+    """A client that is open, held by a separate task: it has to be opened and closed by one task.
+
+    Attributes:
+        ends: set when it takes no more calls.
+    """
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
         self._tail = bytearray()
         self._cause = ""
-        self._ends = asyncio.Event()
+        self.ends = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._client.add_done_callback(lambda opened: opened.cancelled() or opened.exception())
         self._task = asyncio.create_task(self._hold())
 
-    @property
-    def ended(self) -> bool:
-        """Whether it takes no more calls."""
-        return self._ends.is_set()
-
     async def client(self) -> Client:
-        """The client, once it is connected.
-
-        Raises:
-            RolloutError: the server cannot be reached.
-        """
+        """The client, once it is connected. RolloutError: the server cannot be reached."""
         return await asyncio.shield(self._client)
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -268,7 +247,7 @@ class McpSession:
         from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_REQUEST
 
         client = await self.client()
-        if self.ended:
+        if self.ends.is_set():
             raise RolloutError(self.report("has ended"))
         try:
             result = await client.call_tool(name, dict(arguments))
@@ -290,7 +269,7 @@ class McpSession:
 
     async def close(self) -> None:
         """Disconnect, and end a server that was started for this session. Idempotent."""
-        self._ends.set()
+        self.ends.set()
         try:
             if self._client.done():
                 await asyncio.wait([self._task], timeout=2 * CLOSE_S)
@@ -302,13 +281,13 @@ class McpSession:
         try:
             async with self._server.client(self._tail) as client:
                 self._client.set_result(client)
-                await self._ends.wait()
+                await self.ends.wait()
         except ImportError as error:
             self._client.set_exception(error)
         except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - the calls report it
             self._cause = f" ({describe_error(error, with_line=False)})"
         finally:
-            self._ends.set()
+            self.ends.set()
             if not self._client.done():
                 self._client.set_exception(RolloutError(self.report("cannot be reached")))
 
@@ -399,9 +378,8 @@ async def _over_pipes(command: Sequence[str], env: Mapping[str, str], tail: byte
 
     async with _process(command, env) as pipes:
         assert pipes.stdin and pipes.stdout and pipes.stderr
-        tasks = [
-            asyncio.create_task(each) for each in (read(pipes.stdout), write(pipes.stdin), keep_tail(pipes.stderr))
-        ]
+        works = (read(pipes.stdout), write(pipes.stdin), keep_tail(pipes.stderr))
+        tasks = [asyncio.create_task(work) for work in works]
         try:
             yield received, sent
             pipes.stdin.close()
@@ -439,9 +417,3 @@ async def _process(command: Sequence[str], env: Mapping[str, str]) -> AsyncGener
             await pipes.exited.wait()
     finally:
         os.close(writing)
-
-
-def _in_thread(function: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """The result of a coroutine, in a separate event loop, as the caller may be on another one."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(function())).result()

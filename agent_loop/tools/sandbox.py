@@ -150,8 +150,7 @@ async def run_python(
     Raises:
         SandboxError: the program was not started, because it cannot be isolated.
     """
-    program = [PYTHON, "-sB", PROGRAM]
-    return await _run(program, source, stdin=stdin, limits=limits or SandboxLimits(), inherited=inherited)
+    return await _run([PYTHON, "-sB", PROGRAM], source, stdin=stdin, limits=limits, inherited=inherited)
 
 
 async def run_shell(command: str, *, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
@@ -160,7 +159,7 @@ async def run_shell(command: str, *, stdin: str = "", limits: SandboxLimits | No
     Raises:
         SandboxError: the command was not started, because it cannot be isolated.
     """
-    return await _run([SHELL, PROGRAM], command, stdin=stdin, limits=limits or SandboxLimits())
+    return await _run([SHELL, PROGRAM], command, stdin=stdin, limits=limits)
 
 
 @functools.cache
@@ -182,9 +181,9 @@ def check_sandbox() -> None:
 
 
 async def _run(
-    program: Sequence[str], source: str, *, stdin: str, limits: SandboxLimits, inherited: Sequence[int] = ()
+    program: Sequence[str], source: str, *, stdin: str, limits: SandboxLimits | None, inherited: Sequence[int] = ()
 ) -> SandboxResult:
-    running = _Running(limits=limits, inherited=inherited)
+    running = _Running(limits=limits or SandboxLimits(), inherited=inherited)
     ended = asyncio.create_task(running.run(program, source, stdin.encode(errors="replace")))
     try:
         return await asyncio.shield(ended)
@@ -201,8 +200,7 @@ class _Running:
         self._limits = limits
         self._inherited = inherited
         self._stopped = ""
-        self._first: int | None = None  # pidfd of process 1 of the namespace
-        self._first_pid: int | None = None
+        self._first: int | None = None  # pidfd of process 1 of the namespace, while it is open
 
     def stop(self, reason: str) -> None:
         """Kill all processes; nothing if they were stopped before."""
@@ -219,11 +217,7 @@ class _Running:
             stack.callback(timer.cancel)
             process, status = await self._start(program, source, stack=stack)
             assert process.stdin and process.stdout and process.stderr
-            await self._find_first(status)
-            stack.callback(self._forget_first)
-            if self._first_pid is not None:
-                watch = asyncio.create_task(self._watch_memory(self._first_pid))
-                stack.callback(watch.cancel)
+            await self._find_first(status, stack)
             feed = _feed(process.stdin, b"" if self._stopped else GO + stdin)
             await asyncio.gather(feed, self._read(process.stdout, out), self._read(process.stderr, err))
             code = await process.wait()
@@ -259,19 +253,17 @@ class _Running:
         stack.callback(pipe.close)  # at the end, when bwrap has written its last report
         return process, status
 
-    async def _find_first(self, status: asyncio.StreamReader) -> None:
-        """Learn process 1 from bwrap, which reports it unless it fails."""
+    async def _find_first(self, status: asyncio.StreamReader, stack: AsyncExitStack) -> None:
+        """Learn process 1 from bwrap, which reports it unless it fails, and watch its memory."""
         if line := await status.readline():
             with contextlib.suppress(ProcessLookupError):
                 pid = json.loads(line)["child-pid"]
-                self._first, self._first_pid = os.pidfd_open(pid), pid
+                self._first = os.pidfd_open(pid)
+                stack.callback(os.close, self._first)
+                stack.callback(setattr, self, "_first", None)
+                stack.callback(asyncio.create_task(self._watch_memory(pid)).cancel)
         if self._stopped:
             self.stop(self._stopped)
-
-    def _forget_first(self) -> None:
-        if self._first is not None:
-            os.close(self._first)
-        self._first = None
 
     async def _watch_memory(self, first: int) -> None:
         bound, loop = self._limits.memory_mb << 20, asyncio.get_running_loop()
@@ -305,9 +297,12 @@ def memory_of_tree(pid: int, enough: int) -> int:
         enough: a sum below it may count shared pages several times, which is faster to read.
     """
     pids = _tree(pid)
-    sizes = {each: _pages(each) * os.sysconf("SC_PAGE_SIZE") for each in pids}
+    sizes = dict[int, int]()
+    for each in pids:
+        with contextlib.suppress(OSError):  # it is gone
+            sizes[each] = int(Path(f"/proc/{each}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     total = sum(sizes.values())
-    return total if total <= enough else sum(_proportional(each, sizes[each]) for each in pids)
+    return total if total <= enough else sum(_proportional(each, size) for each, size in sizes.items())
 
 
 def _tree(pid: int) -> list[int]:
@@ -318,14 +313,6 @@ def _tree(pid: int) -> list[int]:
             for thread in Path(f"/proc/{parent}/task").iterdir():
                 pids += map(int, (thread / "children").read_text().split())
     return pids
-
-
-def _pages(pid: int) -> int:
-    """Pages of a process that are in memory; 0 if it is gone."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except OSError:
-        return 0
 
 
 def _proportional(pid: int, size: int) -> int:
@@ -352,11 +339,7 @@ def _prepared(
 ) -> Generator[tuple[list[str], list[int]]]:
     """The command of the sandbox, and the files that it inherits; they are closed here at the end.
 
-    Args:
-        status: file on which bwrap reports its processes.
-
-    Raises:
-        SandboxError: a part of the sandbox is missing.
+    bwrap reports its processes on the file `status`.
     """
     with contextlib.ExitStack() as stack:
         if status is not None:
@@ -366,19 +349,17 @@ def _prepared(
             raise SandboxError(_refusal("bubblewrap (bwrap) is not installed"))
         if not Path("/proc/thread-self/children").exists():
             raise SandboxError(_refusal("/proc has no list of children (CONFIG_PROC_CHILDREN)"))
-        files = {"source": source.encode(errors="replace"), "rules": _system_call_rules(), "nothing": b""}
-        text, rules, nothing = (_file(stack, name, content) for name, content in files.items())
+        contents = (source.encode(errors="replace"), _system_call_rules(), b"")
+        text, rules, nothing = (_file(stack, content) for content in contents)
         uid = _unused_uid()
         command = [bwrap, *_namespaces(uid), *_view(nothing), "--seccomp", str(rules)]
         command += ["--perms", "0444", "--ro-bind-data", str(text), PROGRAM]
         command += ["--remount-ro", "/dev", "--remount-ro", "/", "--as-pid-1"]
-        command += [] if status is None else ["--json-status-fd", str(status)]
+        reports = [] if status is None else [status]
+        command += [option for file in reports for option in ("--json-status-fd", str(file))]
         mount = f"size={limits.disk_mb}m,nr_inodes={limits.files + 1}"  # one is the directory itself
         command += ["--", "/bin/sh", "-ec", _INIT, "sh", mount, *_bounds(limits, uid=uid)]
-        yield (
-            [*command, "/bin/sh", "-c", _START, "sh", *program],
-            [text, rules, nothing, *([] if status is None else [status])],
-        )
+        yield [*command, "/bin/sh", "-c", _START, "sh", *program], [text, rules, nothing, *reports]
 
 
 def _namespaces(uid: int | None) -> list[str]:
@@ -409,22 +390,8 @@ def _view(nothing: int) -> list[str]:
             options += ["--perms", "0755", "--dir", str(parent)]
         options += ["--ro-bind", python, python]
     options += ["--ro-bind", os.path.realpath(sysconfig.get_path("purelib")), PACKAGES]
-    options += [
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--perms",
-        "0000",
-        "--ro-bind-data",
-        str(nothing),
-        "/dev/zero",
-        "--perms",
-        "1777",
-        "--dir",
-        WORK,
-        "--clearenv",
-    ]
+    options += ["--proc", "/proc", "--dev", "/dev", "--perms", "0000", "--ro-bind-data", str(nothing), "/dev/zero"]
+    options += ["--perms", "1777", "--dir", WORK, "--clearenv"]
     variables = {
         "HOME": WORK,
         "LANG": "C.UTF-8",
@@ -472,13 +439,10 @@ def _system_call_rules() -> bytes:
     def load(offset: int) -> tuple[int, int, int, int]:
         return 0x20, 0, 0, offset
 
-    def result(value: int) -> tuple[int, int, int, int]:
-        return 0x06, 0, 0, value
-
     def fails(error: int) -> tuple[int, int, int, int]:
-        return result(0x00050000 | error)
+        return 0x06, 0, 0, 0x00050000 | error
 
-    allowed = result(0x7FFF0000)
+    allowed = (0x06, 0, 0, 0x7FFF0000)
     rules = [load(4), (0x15, 1, 0, arch), fails(_ENOSYS), load(0)]
     rules += [(0x35, 0, 1, 0x40000000), fails(_ENOSYS)]  # the second numbering of x86_64
     for numbers in _DENIED.values():
@@ -493,9 +457,9 @@ def _system_call_rules() -> bytes:
     return b"".join(struct.pack("=HBBI", *rule) for rule in rules)
 
 
-def _file(stack: contextlib.ExitStack, name: str, content: bytes) -> int:
+def _file(stack: contextlib.ExitStack, content: bytes) -> int:
     """A file in memory that bwrap inherits."""
-    number = os.memfd_create(name)
+    number = os.memfd_create("sandbox")
     stack.callback(os.close, number)
     with os.fdopen(number, "wb", closefd=False) as file:
         file.write(content)

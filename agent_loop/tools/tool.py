@@ -18,7 +18,7 @@ from agent_loop.boundary import boundary
 from agent_loop.text import safe_text, safe_value
 from agent_loop.timeline import timed
 from agent_loop.user_errors import Failure, describe_error, failure_of
-from message_queue.errors import OvertimeError, RolloutError, ToolError
+from message_queue.errors import OvertimeError, RolloutError, StateLostError, ToolError
 
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_THINK = "<think>", "</think>"
@@ -242,15 +242,38 @@ class ToolRunner:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):
             raise ValueError(f"tools are named {[tool.name for tool in tools]}; give each a different name")
+        self._repeatable: Mapping[str, bool] = {}
         self._timeout_s = timeout_s
         self._gate = gate or PauseGate()
         self._error_text = error_text
 
-    def with_tools(self, tools: Sequence[Tool]) -> ToolRunner:
-        """A runner with these tools too; `tools` replace those of the same name."""
+    def with_tools(self, tools: Sequence[Tool], *, repeatable: Mapping[str, bool]) -> ToolRunner:
+        """A runner with the tools of a rollout too; `tools` replace those of the same name.
+
+        Args:
+            repeatable: tool with a state -> whether its calls may be repeated.
+        """
         runner = copy(self)
         runner._tools = {**self._tools, **{tool.name: tool for tool in tools}}
+        runner._repeatable = repeatable
         return runner
+
+    async def rebuild(self, turns: Sequence[str], *, unsure: str = "") -> None:
+        """Give tools their state by repeating the calls of earlier turns.
+
+        Args:
+            turns: texts of the turns whose calls were made.
+            unsure: text of the last turn if its calls may have been made.
+
+        Raises:
+            StateLostError: a tool with a state was called, and its calls cannot be repeated.
+        """
+        for text in (*turns, unsure):
+            for call in parse_tool_calls(text):
+                if isinstance(call, ToolCall) and not self._repeatable.get(call.name, True):
+                    raise StateLostError(f"the state of tool {call.name} is lost, and its class is not repeatable")
+        for text in turns:
+            await self.run([call for call in parse_tool_calls(text) if self._is_repeated(call)])
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
         """One reply per call, in order. A failure of any kind is a reply; only RolloutError passes through."""
@@ -265,9 +288,14 @@ class ToolRunner:
             raise failure from None
         return [reply.result() for reply in replies]
 
-    def interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
-        """Replies to calls that were started before a restart and are not repeated: they may have happened."""
-        return [self._failure("the call was interrupted; it may have happened or not") for _ in calls]
+    async def run_interrupted(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolReply]:
+        """Replies to calls that were started before a restart; only calls that may be repeated are made."""
+        made = iter(await self.run([call for call in calls if self._is_repeated(call)]))
+        unknown = self._failure("the call was interrupted; it may have happened or not")
+        return [next(made) if self._is_repeated(call) else unknown for call in calls]
+
+    def _is_repeated(self, call: ToolCall | MalformedCall) -> bool:
+        return isinstance(call, ToolCall) and self._repeatable.get(call.name, False)
 
     async def _reply(self, call: ToolCall | MalformedCall) -> ToolReply:
         if isinstance(call, MalformedCall):

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -228,20 +229,27 @@ class _Client:
     """Whether a message of the client waits for replies."""
 
 
-class BatchingServer(Generic[S]):
-    """Runs calls on a service, in one event loop.
+class BatchingServer(Host):
+    """Runs calls on a service in an actor, in one event loop; called through `BatchingClient`."""
 
-    Args:
-        refusals: errors sent unchanged; other errors are sent as a traceback.
-    """
+    _service: object = None
 
-    def __init__(self, service: S, *, refusals: tuple[type[Exception], ...]) -> None:
-        self._service = service
-        self._refusals = refusals
+    def __init__(self, *, log: Path | None = None) -> None:
+        super().__init__(log=log)
         self._clients: dict[str, _Client] = {}
+
+    def serve(self, service: object, *, refusals: tuple[type[Exception], ...]) -> None:
+        """Take calls for a service.
+
+        Args:
+            refusals: errors sent unchanged; other errors are sent as a traceback.
+        """
+        self._service, self._refusals = service, refusals
 
     async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
         """Start `calls` in order, cancel the calls in `cancelled`, and answer like `collect`."""
+        if self._service is None:
+            raise RuntimeError(f"{type(self).__name__} serves nothing yet; start or open comes before all other calls")
         self._forget_silent()
         state = self._client(client)
         for number in cancelled:
@@ -278,8 +286,13 @@ class BatchingServer(Generic[S]):
             state.has_reply.clear()
         return replies
 
-    def forget_client(self, client: str) -> list[asyncio.Task[None]]:
-        """Drop the replies of a dead client and cancel its calls; returns their tasks."""
+    async def forget_client(self, client: str) -> None:
+        """Drop the replies of a dead client and cancel its calls; they have ended when this returns."""
+        if calls := self._forget(client):
+            await asyncio.wait(calls)
+
+    def _forget(self, client: str) -> list[asyncio.Task[None]]:
+        """As `forget_client`; returns the tasks of the calls."""
         state = self._clients.pop(client, None)
         calls = [] if state is None else list(state.running.values())
         for task in calls:
@@ -295,7 +308,7 @@ class BatchingServer(Generic[S]):
     def _forget_silent(self) -> None:
         oldest = asyncio.get_running_loop().time() - FORGET_S
         for name in [n for n, c in self._clients.items() if not c.asked and c.heard_at < oldest]:
-            self.forget_client(name)
+            self._forget(name)
 
     async def _run(self, client: _Client, call: Call) -> None:
         result: Any = None
@@ -312,26 +325,3 @@ class BatchingServer(Generic[S]):
         finally:
             client.replies.append(Reply(call.number, result, error))
             client.has_reply.set()
-
-
-class ServingHost(Host):
-    """Base of what runs a service in an actor that is called through `BatchingClient`."""
-
-    _server: BatchingServer[Any] | None = None
-
-    def serve(self, service: object, *, refusals: tuple[type[Exception], ...]) -> None:
-        """Take calls for a service; see `BatchingServer`."""
-        self._server = BatchingServer(service, refusals=refusals)
-
-    async def exchange(self, client: str, calls: Sequence[Call], cancelled: Sequence[int]) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._serving().exchange(client, calls, cancelled)
-
-    async def collect(self, client: str) -> list[Reply]:
-        """See `BatchingServer`."""
-        return await self._serving().collect(client)
-
-    def _serving(self) -> BatchingServer[Any]:
-        if self._server is None:
-            raise RuntimeError(f"{type(self).__name__} serves nothing yet; start or open comes before all other calls")
-        return self._server

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import AgentLoop, TurnLimits
+from agent_loop.engine import SamplingConfig
+from agent_loop.loop import AgentLoop
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.program import ProgramLoop
@@ -22,15 +22,15 @@ from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
-from async_rl.rollout.schedule_replay import NoReplay
-from async_rl.rollout.task import Task, build_task
+from async_rl.rollout.schedule import ScheduleReplay
+from async_rl.rollout.task import build_task
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.weights.model_info import read_model_info
 
 
 def build_worker(
-    config: RunConfig, *, name: str, checkpoint: Path, pool: ReplicaPool, schedule_replay: NoReplay | None = None
+    config: RunConfig, *, name: str, checkpoint: Path, pool: ReplicaPool, schedule_replay: ScheduleReplay | None = None
 ) -> RolloutWorker:
     """A worker in this process.
 
@@ -39,22 +39,25 @@ def build_worker(
         pool: the replicas, as the worker sees them.
         schedule_replay: keeps the rollouts to a schedule; None lets them run.
     """
-    schedule_replay, gate, rollout = schedule_replay or NoReplay(), PauseGate(), config.rollout
-    task, engine = build_task(config.task, seed=config.seed), schedule_replay.engine(ReplicaRouter(pool))
+    gate, rollout, router = PauseGate(), config.rollout, ReplicaRouter(pool)
+    task = build_task(config.task, seed=config.seed)
+    engine = router if schedule_replay is None else schedule_replay.engine(router)
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-
     info = read_model_info(checkpoint)
     sessions = None if task.program is None else Sessions(config.endpoint)
 
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
-        parts: dict[str, Any] = {"engine": engine, "tokenizer": tokenizer, "sampling": sampling}
-        if sessions is None:
-            return schedule_replay.loop(task.build_loop(**parts, limits=rollout.limits, gate=gate))
-        return schedule_replay.loop(_program_loop(task, sessions, **parts, limits=rollout.limits, family=info.family))
+        parts: dict[str, Any] = {"engine": engine, "sampling": sampling, "limits": rollout.limits}
+        if task.program is None or sessions is None:
+            loop: AgentLoop = task.build_loop(**parts, tokenizer=tokenizer, gate=gate)
+        else:
+            chat, read = task.chat(tokenizer), turn_reader(tokenizer, family=info.family)
+            task_parts: dict[str, Any] = {"program": task.program, "reward": task.reward, "agents": task.agents}
+            loop = ProgramLoop(**task_parts, gateway=sessions, chat=chat, read=read, **parts)
+        return loop if schedule_replay is None else schedule_replay.loop(loop)
 
-    loop = build_loop(rollout.sampling)
-    same_sampling = config.validation_sampling == rollout.sampling
-    validation_loop = loop if same_sampling else build_loop(config.validation_sampling)
+    loop, validation = build_loop(rollout.sampling), config.validation_sampling
+    validation_loop = loop if validation == rollout.sampling else build_loop(validation)
     routing = info.routing if config.captures_routing else None
 
     def rollouter(log: RolloutLog | None) -> Rollouter:
@@ -71,12 +74,7 @@ def build_worker(
         )
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
-    validator = Validator(
-        loop=validation_loop,
-        routing=routing,
-        decode=decode,
-        resume_routing=rollout.resume_routing,
-    )
+    validator = Validator(loop=validation_loop, routing=routing, decode=decode, resume_routing=rollout.resume_routing)
     worker = RolloutWorker(
         name,
         rollouter=rollouter,
@@ -88,31 +86,6 @@ def build_worker(
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker
-
-
-def _program_loop(
-    task: Task,
-    sessions: Sessions,
-    *,
-    engine: Engine,
-    tokenizer: Any,
-    sampling: SamplingConfig,
-    limits: TurnLimits,
-    family: str,
-) -> ProgramLoop:
-    """The loop of a task with an agent program."""
-    assert task.program is not None
-    return ProgramLoop(
-        program=task.program,
-        gateway=sessions,
-        engine=engine,
-        chat=task.chat(tokenizer),
-        read=turn_reader(tokenizer, family=family),
-        reward=task.reward,
-        limits=limits,
-        sampling=sampling,
-        agents=task.agents,
-    )
 
 
 class _Reports(logging.Handler):

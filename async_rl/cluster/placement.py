@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from async_rl.config import ClusterConfig
 
 _remote = cast(Any, ray.remote)  # whose stubs do not know all of its arguments
+_NOTHING = {"num_cpus": 0.0, "num_gpus": 0.0}  # resources of a probe in the place of an actor
 NODES_S = 5.0  # time between two looks at the nodes of a run
 
 
@@ -95,9 +96,8 @@ class Placement:
         nodes_per_replica: int = 1,
     ) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
-        self._replica_cpus = config.cpus_per_replica / nodes_per_replica
-        self._replica_gpus = gpus_per_replica / nodes_per_replica
-        replica = _without_zero({"CPU": self._replica_cpus, "GPU": self._replica_gpus})
+        cpus, gpus = config.cpus_per_replica / nodes_per_replica, gpus_per_replica / nodes_per_replica
+        replica = _without_zero({"CPU": cpus, "GPU": gpus})
         if ranks:
             _require_node(rank, fields="cluster.cpus_per_rank and gpus_per_rank")
         _require_node(
@@ -173,10 +173,8 @@ class Placement:
         here = ray.get_runtime_context().get_node_id()
         bundles = {node: bundle for bundle, node in self._nodes().items() if node != here}
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".probe-") as probe:
-            calls = [
-                _exists.options(**self._options(bundle, cpus=0.0, gpus=0.0)).remote(Path(probe.name))
-                for bundle in bundles.values()
-            ]
+            places = [self._options(bundle) | _NOTHING for bundle in bundles.values()]
+            calls = [_exists.options(**place).remote(Path(probe.name)) for place in places]
             seen: list[bool] = await asyncio.gather(*calls)
         if blind := [node for node, sees in zip(bundles, seen, strict=True) if not sees]:
             raise PlacementError(
@@ -193,14 +191,12 @@ class Placement:
         Raises:
             PlacementError: a node does not, or not within `cluster.start_timeout_s`.
         """
-        bundles = {node: bundle for bundle, node in self._nodes().items()}
-        probes = {node: f"{url}/.probe-{uuid.uuid4().hex}" for node in bundles}
-        for step in (_write_probe, _read_probes, _remove_probe):
+        places = {node: self._options(bundle) | _NOTHING for bundle, node in self._nodes().items()}
+        probes = {node: f"{url}/.probe-{uuid.uuid4().hex}" for node in places}
+        for step in ("write", "read", "remove"):
             calls = {
-                node: step.options(**self._options(bundle, cpus=0.0, gpus=0.0), max_retries=0).remote(
-                    probes[node], list(probes.values())
-                )
-                for node, bundle in bundles.items()
+                node: _probe.options(**place, max_retries=0).remote(step, probes[node], list(probes.values()))
+                for node, place in places.items()
             }
             answers: dict[str, asyncio.Future[str]] = {
                 node: asyncio.ensure_future(call) for node, call in calls.items()
@@ -231,7 +227,7 @@ class Placement:
         Raises:
             TimeoutError: its node died, and no other has room.
         """
-        call = _answer.options(**options | {"num_cpus": 0.0, "num_gpus": 0.0}, max_retries=-1).remote()
+        call = _answer.options(**options | _NOTHING, max_retries=-1).remote()
         try:
             async with asyncio.timeout(timeout_s):
                 await call
@@ -276,26 +272,23 @@ class Placement:
 
     def rank(self, index: int) -> dict[str, Any]:
         """Actor options of trainer rank `index`."""
-        bundle = self._rank_bundles[index]
-        return self._options(bundle, cpus=self._config.cpus_per_rank, gpus=self._config.gpus_per_rank)
+        return self._options(self._rank_bundles[index])
 
     def replica(self, index: int) -> list[dict[str, Any]]:
         """Actor options of each node of replica `index`."""
         first = self._ranks + index * self._nodes_per_replica
-        return [
-            self._options(bundle, cpus=self._replica_cpus, gpus=self._replica_gpus)
-            for bundle in range(first, first + self._nodes_per_replica)
-        ]
+        return [self._options(bundle) for bundle in range(first, first + self._nodes_per_replica)]
 
     def worker(self, index: int) -> dict[str, Any]:
         """Actor options of rollout worker `index`."""
-        return self._options(self._workers + index, cpus=1.0, gpus=0.0)
+        return self._options(self._workers + index)
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""
-        return self._options(self._queue, cpus=1.0, gpus=0.0)
+        return self._options(self._queue)
 
-    def _options(self, bundle: int, *, cpus: float, gpus: float) -> dict[str, Any]:
+    def _options(self, bundle: int) -> dict[str, Any]:
+        cpus, gpus = (self._bundles[bundle].get(name, 0.0) for name in ("CPU", "GPU"))
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": strategy}
 
@@ -312,36 +305,24 @@ def _exists(path: Path) -> bool:
 
 
 @_remote
-def _write_probe(own: str, _others: Sequence[str]) -> str:
-    """Write an object; return why that failed, if it did. The same holds for the next functions."""
-    with tempfile.NamedTemporaryFile("w") as file:
-        file.write(own)
-        file.flush()
-        return driver_problem(own) or _error_of(upload, Path(file.name), own)
-
-
-@_remote
-def _read_probes(_own: str, all_probes: Sequence[str]) -> str:
+def _probe(step: str, own: str, probes: Sequence[str]) -> str:
+    """Write the own object, read all, or remove the own one; returns why that failed, if it did."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "probe"
-        for url in all_probes:
-            if problem := _error_of(download, url, file):
-                return problem
-            if file.read_text() != url:
-                return f"{url} has another content than another node wrote"
-    return ""
-
-
-@_remote
-def _remove_probe(own: str, _others: Sequence[str]) -> str:
-    return _error_of(remove, own)
-
-
-def _error_of(call: Callable[..., None], *arguments: Any) -> str:
-    try:
-        call(*arguments)
-    except OSError as error:
-        return f"{error}"
+        try:
+            if step == "remove":
+                remove(own)
+            elif step == "write":
+                file.write_text(own)
+                if problem := driver_problem(own):
+                    return problem
+                upload(file, own)
+            for url in probes if step == "read" else ():
+                download(url, file)
+                if file.read_text() != url:
+                    return f"{url} has another content than another node wrote"
+        except OSError as error:
+            return f"{error}"
     return ""
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
-from async_rl.cluster.batching import BatchingClient, ServingHost
+from async_rl.cluster.batching import BatchingClient, BatchingServer
 from async_rl.cluster.rpc import ActorClient
 from message_queue.errors import AsyncRLError, ContractError, JournalError, QueueError, StalenessError
 from message_queue.journal import EventJournal
 from message_queue.ledger import LedgerRecord, LedgerTotal
-from message_queue.policies import StalenessConfig, build_policy
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, Restored, open_queue
 
@@ -30,26 +30,14 @@ class QueueUnavailable(AsyncRLError):
     """The process of the queue is dead or silent; names the waiting call and the bound."""
 
 
-class QueueHost(ServingHost):
-    """A queue with its journal, called through `BatchingClient`. Runs in one event loop.
+class QueueHost(BatchingServer):
+    """A queue with its journal, called through `BatchingClient`. Runs in one event loop."""
 
-    Args:
-        batch_groups, staleness, updates_per_batch: see `build_policy`.
-        max_ready: see TrajectoryQueue.
-    """
-
-    def __init__(
-        self,
-        *,
-        batch_groups: int,
-        staleness: StalenessConfig,
-        max_ready: int | None = None,
-        updates_per_batch: int = 1,
-        log: Path | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, *, log: Path | None = None) -> None:
         super().__init__(log=log)
-        self._policy = build_policy(staleness, batch_groups=batch_groups, updates_per_batch=updates_per_batch)
-        self._max_ready = max_ready
+        groups, per_batch = config.rollout.groups_per_batch, config.trainer.updates_per_batch
+        self._policy = build_policy(config.staleness, batch_groups=groups, updates_per_batch=per_batch)
+        self._max_ready = config.queue.max_ready
         self._journal: EventJournal | None = None
         self.queue: TrajectoryQueue | None = None
 
@@ -102,13 +90,7 @@ class QueueClient(ActorClient):
             options: Ray's options of the actor.
             log: file for its output; None leaves the output to Ray.
         """
-        actor = QueueActor.options(**options, max_restarts=0).remote(
-            batch_groups=config.rollout.groups_per_batch,
-            staleness=config.staleness,
-            max_ready=config.queue.max_ready,
-            updates_per_batch=config.trainer.updates_per_batch,
-            log=log,
-        )
+        actor = QueueActor.options(**options, max_restarts=0).remote(config, log=log)
         return cls(actor, timeout_s=config.queue.timeout_s)
 
     async def open(self, place: JournalPlace, *, timeout_s: float) -> Restored:
@@ -117,11 +99,11 @@ class QueueClient(ActorClient):
         Args:
             timeout_s: bound on reading the journal.
         """
-        return await self.answer("open", self.actor.open.remote(place), timeout_s=timeout_s)
+        return await self.ask("open", place, timeout_s=timeout_s)
 
     async def close_journal(self) -> None:
         """Store waiting records, and let other processes open the journal."""
-        await self.answer("close_journal", self.actor.close_journal.remote(), timeout_s=self._timeout_s)
+        await self.ask("close_journal", timeout_s=self._timeout_s)
 
     async def call(
         self,

@@ -101,9 +101,13 @@ class ActorClient:
         except TimeoutError as cause:
             raise self.explained(self._lose(f"{who}: {what} took longer than {timeout_s} s")) from cause
 
+    async def ask(self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """Call a method of the actor; see `answer`."""
+        return await self.answer(method, getattr(self.actor, method).remote(*args, **kwargs), timeout_s=timeout_s)
+
     async def pid(self, *, timeout_s: float) -> int:
         """Process id, once the process runs."""
-        return await self.answer("pid", self.actor.pid.remote(), timeout_s=timeout_s)
+        return await self.ask("pid", timeout_s=timeout_s)
 
     def kill(self) -> None:
         """End the process."""

@@ -22,9 +22,8 @@ from async_rl.rollout.worker import LostReplica, RolledGroup, RolloutWorker, Wor
 if TYPE_CHECKING:
     from agent_loop.loop import Prompt
     from async_rl.config import ClusterConfig, RunConfig
-    from message_queue.contract import Admission
     from message_queue.training_sequence import Content, GroupContent
-    from message_queue.trajectory import Trajectory
+    from message_queue.trajectory import Admission, Trajectory
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,7 +41,7 @@ class WorkerReplicaPool(ReplicaPool):
 
     def __init__(self, replicas: Sequence[PoolReplica], *, client: str) -> None:
         self._client = client
-        super().__init__([self._reached(replica) for replica in replicas])
+        super().__init__([cast(ReplicaClient, replica).as_client(client) for replica in replicas])
         self.supervise()  # the driver starts others: a request waits for one
         self.report: Callable[[WorkerEvent], None] = lambda _event: None
 
@@ -61,11 +60,7 @@ class WorkerReplicaPool(ReplicaPool):
         known = {member.name for member in self.members}
         for replica in replicas:
             if replica.name not in known:
-                self.join(self._reached(replica), slot=0)
-
-    def _reached(self, replica: PoolReplica) -> ReplicaClient:
-        """This process's client of a replica, made from that of the driver."""
-        return ReplicaClient(cast(ReplicaClient, replica).address, client=self._client)
+                self.join(cast(ReplicaClient, replica).as_client(self._client), slot=0)
 
 
 class RolloutHost(Host):
@@ -152,9 +147,9 @@ class WorkerClient(ActorClient):
         Raises:
             WorkerLostError: the process did not start. Exception: an error of the task.
         """
-        started = self.actor.start.remote(config, name=self.name, checkpoint=checkpoint, replicas=replicas)
+        given: dict[str, Any] = {"name": self.name, "checkpoint": checkpoint, "replicas": replicas}
         try:
-            await self.answer("start", started, timeout_s=config.cluster.start_timeout_s)
+            await self.ask("start", config, **given, timeout_s=config.cluster.start_timeout_s)
         except BaseException:
             self.kill()
             raise
@@ -200,12 +195,10 @@ class WorkerClient(ActorClient):
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while await self._may_live():  # noqa: ASYNC110 - Ray has no event for it
+                while True:  # Ray has no event for it
+                    try:
+                        await self.ask("pid")
+                    except WorkerLostError as error:
+                        if not isinstance(error.__cause__, ActorUnavailableError):
+                            return
                     await asyncio.sleep(GONE_S)
-
-    async def _may_live(self) -> bool:
-        try:
-            await self.answer("pid", self.actor.pid.remote())
-        except WorkerLostError as error:
-            return isinstance(error.__cause__, ActorUnavailableError)
-        return True

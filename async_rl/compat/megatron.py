@@ -8,7 +8,6 @@ the repairs for its absence do nothing.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -35,8 +34,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"pin_memory\s*=\s*True", "pin_memory=False"),
         # type names that the optimizers compare with
         (r"""(['"])torch\.cuda\.(Half|BFloat16|Float)Tensor\1""", r"'torch.\2Tensor'"),
-        # streams, events, profiler ranges
-        (r"torch\.cuda\.(Stream|Event|current_stream|default_stream|stream|synchronize|nvtx)\b", r"_megatron_cpu.\1"),
+        # streams and events
+        (r"torch\.cuda\.(Event|stream|synchronize)\b", r"torch.cpu.\1"),
+        (r"torch\.cuda\.Stream\b", "_megatron_cpu.Stream"),
+        (r"torch\.cuda\.(current|default)_stream\b", "_megatron_cpu.Stream"),
         (r"torch\.cuda\.empty_cache\(\)", "None"),
         # random state
         (r"torch\.cuda\.random\.get_rng_state\(device=device\)", "torch.get_rng_state()"),
@@ -110,62 +111,16 @@ def rewrite_source(source: str) -> str:
     return source
 
 
-# ---- replacements of torch.cuda for the rewritten sources
-
-
-class Event:
-    """Replaces torch.cuda.Event: CPU calls are complete when they return."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None: ...
-    def record(self, *_args: object) -> None: ...
-    def wait(self, *_args: object) -> None: ...
-    def synchronize(self) -> None: ...
-    def query(self) -> bool:
-        return True
-
-
 class Stream:
-    """Replaces torch.cuda.Stream: CPU calls run in order."""
+    """Replaces streams, and functions that return one: CPU calls run in order. `torch.cpu.Stream` has no events."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None: ...
     def wait_stream(self, _stream: object) -> None: ...
-    def wait_event(self, _event: object) -> None: ...
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
 
-    def synchronize(self) -> None: ...
+    def record_event(self) -> torch.cpu.Event:
+        import torch
 
-
-_STREAM = Stream()
-
-
-def current_stream(*_args: object) -> Stream:
-    """Replaces torch.cuda.current_stream."""
-    return _STREAM
-
-
-default_stream = current_stream
-
-
-def stream(_stream: object) -> contextlib.AbstractContextManager[None]:
-    """Replaces torch.cuda.stream."""
-    return contextlib.nullcontext()
-
-
-def synchronize(*_args: object) -> None:
-    """Replaces torch.cuda.synchronize."""
-
-
-class nvtx:
-    """Replaces torch.cuda.nvtx."""
-
-    @staticmethod
-    def range_push(*_args: object) -> None: ...
-    @staticmethod
-    def range_pop(*_args: object) -> None: ...
-    @staticmethod
-    def range(*_args: object) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return torch.cpu.Event()
 
 
 # ---- repairs after a module was executed
@@ -174,24 +129,14 @@ class nvtx:
 def _use_cpu_random_state(module: Any) -> None:
     import torch
 
-    def set_state(state: torch.Tensor, _device: int = -1, graph_safe: bool = False) -> None:
-        torch.set_rng_state(state)
-
-    module._set_cuda_rng_state = set_state
-
-
-def _keep_eager(module: Any) -> None:
-    """Disable jit_fuser (torch.compile): it needs a C++ compiler and much time to start on a CPU."""
-    module.disable_jit_fuser()
+    module._set_cuda_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
 
 
 def _convert_cpu_split_sizes(module: Any) -> None:
     """Convert CPU tensors to arrays, as all_to_all requires; the original converts CUDA tensors only."""
 
-    import torch
-
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+        return tensor.numpy() if as_numpy and hasattr(tensor, "numpy") else tensor
 
     module.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
 
@@ -239,11 +184,7 @@ def _define_general_gemm(module: Any) -> None:
 def _order_no_te_before_any(module: Any) -> None:
     """Let is_te_min_version return False without TE; offloading of the optimizer calls it, and it fails on None."""
     if module.get_te_version() is None:
-
-        def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-            return False
-
-        module.is_te_min_version = is_te_min_version
+        module.is_te_min_version = lambda _version, check_equality=True: False
 
 
 def _know_te_is_absent(module: Any) -> None:
@@ -267,7 +208,8 @@ _REPAIRS_WITHOUT_TE: dict[str, tuple[_Repair, ...]] = {
 }
 _REPAIRS: dict[str, tuple[_Repair, ...]] = {
     **_REPAIRS_WITHOUT_TE,
-    "megatron.core.jit": (_keep_eager,),
+    # torch.compile needs a C++ compiler and much time to start on a CPU.
+    "megatron.core.jit": (lambda module: module.disable_jit_fuser(),),
     "megatron.core.tensor_parallel.mappings": (_allow_uneven_splits,),
     "megatron.core.transformer.moe.moe_utils": (_define_general_gemm, _convert_cpu_split_sizes),
     "megatron.core.tensor_parallel.random": (_use_cpu_random_state, _default_to_no_fp8),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +32,6 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from async_rl.compat.vllm_forced import ForcedRouting
 from async_rl.weights.checksum import PACKED, content
-
-REPAIRED = "_async_rl_repaired"  # marks a patched upstream class; vLLM may load a plugin more than once
 
 
 class RoutingCPUModelRunner(CPUModelRunner):
@@ -118,11 +117,7 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return noting
 
     def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
-        """Kept tokens of the requests with a top_k (every cut request has one); None if no request is cut.
-
-        Args:
-            logprobs: [requests, vocab], -inf for cut tokens.
-        """
+        """Kept tokens of the requests with a top_k (every cut request has one), from logprobs [requests, vocab]."""
         params = [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
         cut = torch.tensor([each is not None and each.top_k > 0 for each in params])
         if not cut.any():
@@ -175,37 +170,38 @@ class RoutingCPUWorker(CPUWorker):
             upstream.CPUModelRunner = original
 
 
-def allow_routing_capture() -> None:
+@cache  # vLLM may load a plugin more than once
+def repair_cpu_backend() -> None:
+    """Apply the patches below."""
+    _allow_routing_capture()
+    _prepack_experts_on_reload()
+    _compute_local_experts_only()
+    _exchange_tokens_of_groups()
+    _note_packed_weights()
+
+
+def _allow_routing_capture() -> None:
     """Patch vLLM's checks so that they accept routing capture and kept tokens on the CPU.
 
     The skipped requirements are model runner V2, and prefix caching, absent from the CPU kernels of latent attention.
     """
     upstream: Any = VllmConfig
-    if getattr(upstream, REPAIRED, False):
-        return
-    check = upstream._verify_aux_output_compatibility
-    check_masks = upstream._verify_sampling_replay_config
+    check, check_masks = upstream._verify_aux_output_compatibility, upstream._verify_sampling_replay_config
 
     def check_all_else(self: VllmConfig) -> None:
         cache = _Seen(self.cache_config, enable_prefix_caching=True)
         check(_Seen(self, use_v2_model_runner=True, cache_config=cache))
 
-    def check_masks_alone(self: VllmConfig) -> None:
-        check_masks(_Seen(self, use_v2_model_runner=True))
-
     upstream._verify_aux_output_compatibility = check_all_else
-    upstream._verify_sampling_replay_config = check_masks_alone
-    setattr(upstream, REPAIRED, True)
+    upstream._verify_sampling_replay_config = lambda self: check_masks(_Seen(self, use_v2_model_runner=True))
 
 
-def prepack_experts_on_reload() -> None:
+def _prepack_experts_on_reload() -> None:
     """Patch vLLM to pack expert weights for the CPU kernel at every load.
 
     Without the patch it packs them only at the first load, and every later load leaves wrong weights.
     """
     upstream: Any = UnquantizedFusedMoEMethod
-    if getattr(upstream, REPAIRED, False):
-        return
     process = upstream.process_weights_after_loading
 
     def process_and_pack(self: Any, layer: torch.nn.Module) -> None:
@@ -215,17 +211,14 @@ def prepack_experts_on_reload() -> None:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     upstream.process_weights_after_loading = process_and_pack
-    setattr(upstream, REPAIRED, True)
 
 
-def compute_local_experts_only() -> None:
+def _compute_local_experts_only() -> None:
     """Patch vLLM's CPU kernel for expert parallelism: a rank computes its own experts and gives the others weight 0.
 
     Without the patch the kernel uses ids of the whole layer as indices of the rank's experts and reads beyond them.
     """
     upstream: Any = CPUUnquantizedExperts
-    if getattr(upstream, REPAIRED, False):
-        return
     parameters = inspect.signature(upstream.apply)
     apply = upstream.apply
 
@@ -239,17 +232,14 @@ def compute_local_experts_only() -> None:
         apply(*given.args, **given.kwargs)
 
     upstream.apply = apply_local
-    setattr(upstream, REPAIRED, True)
 
 
-def exchange_tokens_of_groups() -> None:
+def _exchange_tokens_of_groups() -> None:
     """Patch vLLM's communicator on the CPU with the two collectives that data parallelism needs around the experts.
 
     Groups with 3 and 1 tokens: each gathers all 4, computes its part of the experts, and gets its own sums back.
     """
     upstream: Any = CpuCommunicator
-    if getattr(upstream, REPAIRED, False):
-        return
 
     def all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
         if isinstance(input_, list):
@@ -269,18 +259,15 @@ def exchange_tokens_of_groups() -> None:
 
     upstream.all_gatherv = all_gatherv
     upstream.reduce_scatterv = reduce_scatterv
-    setattr(upstream, REPAIRED, True)
 
 
-def note_packed_weights() -> None:
+def _note_packed_weights() -> None:
     """Patch vLLM to store checksum and sums of a linear weight on its layer when the weight is packed.
 
     vLLM packs linear weights into an opaque object of its kernel library and drops the tensor, so the weight cannot be
     read back later. Each load repacks the weight and replaces them.
     """
     upstream: Any = importlib.import_module("vllm.model_executor.layers.utils")
-    if getattr(upstream, REPAIRED, False):
-        return
     pack = upstream.dispatch_cpu_unquantized_gemm
 
     def note_and_pack(layer: Any, remove_weight: bool) -> None:
@@ -289,7 +276,6 @@ def note_packed_weights() -> None:
         pack(layer, remove_weight)
 
     upstream.dispatch_cpu_unquantized_gemm = note_and_pack
-    setattr(upstream, REPAIRED, True)
 
 
 class _Seen:

@@ -55,16 +55,6 @@ class RowBlock:
         self.count = end
 
 
-@dataclass(frozen=True, slots=True)
-class ForcedStep:
-    """The forced tokens of one forward pass."""
-
-    rows: torch.Tensor
-    """int64 [m], indices of the forced tokens in the batch."""
-    experts: torch.Tensor
-    """int64 [m, moe_layers, top_k], their experts."""
-
-
 class ForcedRouting:
     """The forced rows of the requests in one worker, and the hooks in its routers.
 
@@ -75,7 +65,7 @@ class ForcedRouting:
         self._model = model
         self._given: dict[str, list[RowBlock]] = {}
         self._pinned: dict[str, RowBlock] = {}
-        self._step: ForcedStep | None = None
+        self._step: tuple[torch.Tensor, torch.Tensor] | None = None
         self._chosen: list[torch.Tensor] | None = None
         self._hooked = False
 
@@ -121,7 +111,10 @@ class ForcedRouting:
         finally:
             self._step = self._chosen = None
 
-    def _plan(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> ForcedStep | None:
+    def _plan(
+        self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indices int64 [m] of the forced tokens in the batch, and their experts int64 [m, moe_layers, top_k]."""
         rows: list[torch.Tensor] = []
         experts: list[torch.Tensor] = []
         offset = 0
@@ -135,7 +128,7 @@ class ForcedRouting:
                     rows.append(torch.arange(offset + low - start, offset + high - start))
                     experts.append(block.rows[low - block.first : high - block.first])
             offset += count
-        return ForcedStep(torch.cat(rows), torch.cat(experts)) if rows else None
+        return (torch.cat(rows), torch.cat(experts)) if rows else None
 
     def _record(
         self, chosen: torch.Tensor, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]
@@ -164,11 +157,10 @@ class ForcedRouting:
             hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
         ) -> tuple[torch.Tensor, torch.Tensor]:
             weights, chosen = route(hidden_states, router_logits, *args, **kwargs)
-            step = self._step
-            if step is not None:
-                experts = step.experts[:, index]
-                weights[step.rows] = gate_weights(router, router_logits[step.rows], experts)
-                chosen[step.rows] = experts.to(chosen.dtype)
+            if self._step is not None:
+                rows, experts = self._step[0], self._step[1][:, index]
+                weights[rows] = gate_weights(router, router_logits[rows], experts)
+                chosen[rows] = experts.to(chosen.dtype)
             if self._chosen is not None:
                 self._chosen.append(chosen)
             return weights, chosen

@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from async_rl.controller.interfaces import Trainer
+from async_rl.controller.parts import Trainer
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
 from async_rl.metrics.recorder import Recorder
 from message_queue.contract import QueueSnapshot
@@ -93,7 +93,7 @@ class Checkpoints:
         async with self._removed_on_error():
             await trainer.saved()
             await asyncio.to_thread(publish)
-        for old in self._finished()[: -self._config.keep]:
+        for old in list(self.steps().values())[: -self._config.keep]:
             await asyncio.to_thread(_remove_unless_held, old)
         return final
 
@@ -103,12 +103,12 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, if there is one."""
-        finished = self._finished()
-        return finished[-1] if finished else None
+        return next(reversed(self.steps().values()), None)
 
     def steps(self) -> dict[int, Path]:
-        """Train step -> folder of every whole checkpoint."""
-        return {int(path.name.removeprefix("step-")): path for path in self._finished()}
+        """Train step -> folder of every whole checkpoint, ascending."""
+        whole = sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())
+        return {int(path.name.removeprefix("step-")): path for path in whole}
 
     def _folder(self, train_step: int) -> Path:
         return self._directory / f"step-{train_step:06d}"
@@ -121,9 +121,6 @@ class Checkpoints:
         except OSError:
             await asyncio.to_thread(self.recover)
             raise
-
-    def _finished(self) -> list[Path]:
-        return sorted(p for p in self._directory.glob("step-*") if p.suffix == "" and (p / "run.json").is_file())
 
 
 def read_run_state(checkpoint: Path) -> RunState:

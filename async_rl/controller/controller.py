@@ -40,41 +40,33 @@ import numpy as np
 from agent_loop.loop import Prompt
 from agent_loop.user_errors import Failure
 from async_rl.controller.checkpoints import RunState
-from async_rl.controller.interfaces import (
-    WATCH_EVERY_S,
-    StageError,
-    Trainer,
-    run_stage,
-)
-from async_rl.controller.parts import RunParts
+from async_rl.controller.parts import WATCH_EVERY_S, RunParts, StageError, Trainer, run_stage
 from async_rl.controller.prepare import PreparedBatch, prepare, recorded_groups
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
 from async_rl.inference.publisher import PublishReport
-from async_rl.metrics.recorder import StepRecord
-from async_rl.metrics.registry import queue_metrics
+from async_rl.inference.stub import Stub
+from async_rl.metrics.registry import StepRecord, queue_metrics
 from async_rl.rollout.group_contents import GroupContents, fetched
 from async_rl.rollout.prompts import PromptSource
+from async_rl.rollout.recorded import require_closed
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.token_count import require_closed
 from async_rl.rollout.validator import ValidationSchedule, is_due
 from async_rl.trainer.batch.advantage import has_spread
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.transport import WeightUpdate
-from message_queue.contract import Admission, Batch
+from message_queue.contract import Batch
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop, DropKind
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import Restored
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 
 if TYPE_CHECKING:
     from async_rl.cluster.queue import QueueClient
     from async_rl.config import RunConfig
 
 NO_BATCH_LEFT = Drop(DropKind.EXPIRED, "no batch within the staleness bound is left for it")
-
-__all__ = ["Controller", "StageError", "Trainer"]
 
 
 class Controller:
@@ -100,7 +92,6 @@ class Controller:
         self._config = config
         self._per_batch = per_batch = config.trainer.updates_per_batch
         self._prompts = prompts
-        self._queue = queue
         self._contents = contents
         self._trainer = trainer
         self._rollouts = rollouts = parts.rollouts
@@ -116,7 +107,9 @@ class Controller:
         self._train_step = start.train_step
         self._version = start.param_version
         self._loaded_version = 0
-        self._version_updates = dict(start.version_updates)
+        self._version_updates = updates = dict(start.version_updates)
+        self._drain_records, replay = queue.drain_records, parts.schedule_replay
+        self._queue: Stub[TrajectoryQueue] = queue if replay is None else replay.queue(queue, updates=updates)
         self._restored = restored
         self._replayed = start.train_step + (0 if restored is None else restored.replay) * per_batch
         self._admitted: asyncio.Queue[tuple[Prompt, Admission]] = asyncio.Queue(maxsize=1)
@@ -183,7 +176,8 @@ class Controller:
                     await self._drain_rollouts(stages)
                 raise
             stages["feed"].cancel()
-            self._schedule_replay.finish()
+            if self._schedule_replay is not None:
+                self._schedule_replay.finish()
             await self._updates.join()
             await run_stage("probe", lambda: self._compare(wait=True))
             await self._drain_rollouts(stages)
@@ -209,12 +203,13 @@ class Controller:
 
     async def _replay_batches(self, restored: Restored) -> None:
         """Replay the batches trained after the checkpoint, then load the weights into the replicas."""
-        self._schedule_replay.resume(
-            list(self._contents.unfinished.values()),
-            train_step=self._train_step,
-            cursor=self._prompts.cursor,
-            updates=restored.version_updates,
-        )
+        if self._schedule_replay is not None:
+            self._schedule_replay.resume(
+                list(self._contents.unfinished.values()),
+                train_step=self._train_step,
+                cursor=self._prompts.cursor,
+                updates=restored.version_updates,
+            )
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
         for _ in range(restored.replay):
@@ -237,11 +232,9 @@ class Controller:
             prompt = self._prompts.current()
             version = self._loaded_version
             with self._trace.span("admit") as span:
-                await self._schedule_replay.may_admit(prompt.index)
                 admission = await self._queue.call(TrajectoryQueue.admit, prompt.index)
                 reason = "staleness" if admission.admitted_version > version else "capacity"
                 span.args |= {"group": admission.group, "reason": reason}
-            self._schedule_replay.admitted(admission)
             if admission.prompt == prompt.index:
                 self._prompts.advance()
             else:
@@ -263,15 +256,7 @@ class Controller:
             outcome, content = await self._rollouts.roll(prompt, admission, existing=existing)
         if isinstance(outcome, DroppedGroup):
             too_many = not outcome.expired and self._count_failed(prompt)
-            self._schedule_replay.dropped(outcome.group, reason=outcome.reason)
-            await self._queue.call(
-                TrajectoryQueue.drop,
-                outcome.group,
-                reason=outcome.reason,
-                segments=outcome.segments,
-                tokens=outcome.tokens,
-            )
-            await self._contents.drop([outcome.group])
+            await self._drop(outcome.group, outcome.reason, segments=outcome.segments, tokens=outcome.tokens)
             if outcome.expired:
                 self._recorder.lengths.offered(outcome.lengths)
                 return
@@ -287,22 +272,18 @@ class Controller:
         self._recorder.lengths.offered((t.num_sampled, True) for t in outcome.trajectories)
         if self._drops_without_spread(outcome):
             reason = Drop(DropKind.NO_SPREAD, f"the rewards of its {len(outcome.trajectories)} trajectories are equal")
-            await self._queue.call(
-                TrajectoryQueue.drop,
-                outcome.group,
-                reason=reason,
-                segments=outcome.num_segments,
-                tokens=outcome.num_tokens,
-            )
-            await self._contents.drop([outcome.group])
+            await self._drop(outcome.group, reason, segments=outcome.num_segments, tokens=outcome.num_tokens)
             return
         self._queued[outcome.group] = self._trace.start("queue", group=outcome.group)
-        await self._schedule_replay.may_put(outcome.prompt)
         self._contents.add(outcome.group, content)
         expired = await self._queue.call(TrajectoryQueue.put, outcome)
         if expired is not None:
             self._end_queued([outcome.group], dropped=str(expired))
             await self._contents.drop([outcome.group])
+
+    async def _drop(self, group: int, reason: Drop, *, segments: int, tokens: int) -> None:
+        await self._queue.call(TrajectoryQueue.drop, group, reason=reason, segments=segments, tokens=tokens)
+        await self._contents.drop([group])
 
     def _drops_without_spread(self, head: GroupHead) -> bool:
         """Whether a group is dropped because its rewards are equal; of a long row one is trained."""
@@ -354,7 +335,8 @@ class Controller:
         while True:
             update = await self._updates.get()
             await self._validations.first_done.wait()  # that round is of the start weights alone
-            await self._schedule_replay.may_load(self._version_updates[update.weights.version])
+            if self._schedule_replay is not None:
+                await self._schedule_replay.may_load(self._version_updates[update.weights.version])
             await self._load(update)
             self._updates.task_done()
 
@@ -377,7 +359,6 @@ class Controller:
         """Train on a batch, publish the weights if due, and record the step and the wait for the batch."""
         groups = [head.group for head in batch.groups]
         self._end_queued(groups)
-        self._schedule_replay.taken()
         await self._start_probe(batch)
         with self._trace.span("train", step=self._train_step + self._per_batch, groups=groups):
             prepared, metrics = await self._train_on(batch)
@@ -450,10 +431,7 @@ class Controller:
         self._probe.ask_all(version=self._loaded_version)
 
     async def _snapshot_weights(self, update: WeightUpdate) -> None:
-        """Have the trainer keep the exported weights until it has scored the engines' samples under them.
-
-        While it keeps those of an earlier version, the new one is not probed.
-        """
+        """Have the trainer keep the exported weights for a probe, unless it still keeps those of an earlier version."""
         if self._probe is not None and self._unscored is None:
             await self._trainer.call(TrainerRank.snapshot_weights)
             self._unscored = update.weights.version
@@ -464,11 +442,7 @@ class Controller:
         return partial(self._probe.ask, version=version)
 
     async def _compare(self, *, wait: bool = False) -> None:
-        """Compare engines and trainer by the version that the trainer keeps.
-
-        Args:
-            wait: for the answers of the engines; otherwise nothing is compared while one is missing.
-        """
+        """Compare engines and trainer by the version that the trainer keeps, if all answers are there or `wait`."""
         if self._probe is None or (version := self._unscored) is None:
             return
         if not (wait or (self._loaded_version >= version and self._probe.has_answers(version))):
@@ -485,7 +459,6 @@ class Controller:
         with self._trace.span("publish", version=version, digest=digest, groups=self._groups_of.pop(version)):
             self._last_publish = await self._publisher.publish(update, probe=self._ask_about(update))
         self._loaded_version = version
-        self._schedule_replay.loaded(self._version_updates[version])
         await self._queue.call(TrajectoryQueue.loaded, version)
         self._served.notify_all()
         metrics = {"param_version": float(version), **self._last_publish.metrics()}
@@ -504,9 +477,9 @@ class Controller:
         metrics["optimizer_steps"] = self._per_batch
         metrics["mismatch/k3_probe"] = self._k3_probe
         metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
-        schedule = prepared.schedule if self._schedule_replay.free else None
+        schedule = prepared.schedule if self._schedule_replay is None else None
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
-        records = await self._queue.drain_records()
+        records = await self._drain_records()
         self._recorder.ledger(records)
         dropped = {record["group"]: record["reason"] or "" for record in records if record["outcome"] == "dropped"}
         for group, reason in dropped.items():

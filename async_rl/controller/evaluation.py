@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from async_rl.config import RunConfig, plain_values
-from async_rl.controller.interfaces import WATCH_EVERY_S, run_stage
+from async_rl.controller.parts import WATCH_EVERY_S, run_stage
 from async_rl.controller.preflight import check_evaluation
 from async_rl.controller.processes import Processes, place_run
 from async_rl.controller.recovery import supervised
@@ -75,26 +75,15 @@ class Evaluation:
             workers = processes.create_rollout_workers()
             pool = ReplicaPool(await processes.start_engines(self._checkpoint), on_lost=console.warn)
             await processes.start_rollout_workers(workers, pool)
-            rollouts = Dispatcher(
-                workers,
-                pool=pool,
-                processes=processes,
-                config=config.supervision,
-                note=console.warn,
-            )
-            _, supervisor = supervised(
-                config, pool, rollouts=rollouts, start=processes.replace_replica, note=console.warn
-            )
+            note, limits = console.warn, config.supervision
+            rollouts = Dispatcher(workers, pool=pool, processes=processes, config=limits, note=note)
+            _, supervisor = supervised(config, pool, rollouts=rollouts, start=processes.replace_replica, note=note)
             num_prompts, samples = sum(map(len, self._held_out.values())), config.validation.samples
             console.phase("workers", f"roll out {num_prompts} held-out prompts x {samples}")
-            timeout_s = config.sync.timeout_s
+            watch = partial(supervisor.watch, every_s=WATCH_EVERY_S, timeout_s=config.sync.timeout_s)
             async with asyncio.TaskGroup() as tasks:
-                background = [
-                    tasks.create_task(run_stage("workers", rollouts.watch)),
-                    tasks.create_task(
-                        run_stage("watch", lambda: supervisor.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
-                    ),
-                ]
+                stages = {"workers": rollouts.watch, "watch": watch}
+                background = [tasks.create_task(run_stage(name, work)) for name, work in stages.items()]
                 result = await rollouts.validate(self._held_out, 1, samples=samples)
                 for task in background:
                     task.cancel()

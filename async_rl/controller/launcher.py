@@ -21,14 +21,13 @@ from async_rl.cluster.trainer import TrainerClient
 from async_rl.cluster.worker import WorkerClient
 from async_rl.config import RunConfig, plain_values
 from async_rl.controller.checkpoints import Checkpoints, hold
-from async_rl.controller.config_record import record_config
-from async_rl.controller.interfaces import run_stage
 from async_rl.controller.interrupt import stop_on_interrupt
-from async_rl.controller.parts import RunParts
+from async_rl.controller.parts import RunParts, run_stage
 from async_rl.controller.preflight import check_run
 from async_rl.controller.probe import Probe
 from async_rl.controller.processes import Processes, place_run
 from async_rl.controller.recovery import RecoveryLoop, supervised
+from async_rl.controller.resume import record_config
 from async_rl.files.atomic_dir import make_folder
 from async_rl.files.command import prog
 from async_rl.files.owner import identity
@@ -44,7 +43,7 @@ from async_rl.metrics.trace import Trace
 from async_rl.metrics.trackers import TrackedRun, build_trackers
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.rollouter import session_name
-from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
+from async_rl.rollout.schedule import ScheduleReplay
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.model_info import is_quantized, read_model_info
 from async_rl.weights.pretrained import keep_model_files
@@ -74,15 +73,9 @@ class Launcher:
         self._resume_command = resume_command
         Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint).recover()
         checked = check_run(config)
-        self._task = checked.task
-        self._order = checked.order
-        self._held_out = checked.held_out
-        self._warnings = checked.warnings
-        self._resume = checked.resume
-        self._schedule_replay: NoReplay = NoReplay()
-        if checked.schedule is not None:
-            self._order = checked.schedule.order(self._order)
-            self._schedule_replay = ScheduleReplay(checked.schedule, session=session_name)
+        self._checked, self._resume, schedule = checked, checked.resume, checked.schedule
+        self._order = checked.order if schedule is None else schedule.order(checked.order)
+        self._schedule_replay = None if schedule is None else ScheduleReplay(schedule, session=session_name)
         self._directory = config.output_dir
 
     async def run(self) -> bool:
@@ -100,11 +93,12 @@ class Launcher:
             if self._resume.source is not None:
                 stack.enter_context(hold(self._resume.source))
             console = RunConsole(total_train_steps=config.total_train_steps, log=logs / "driver.log")
-            callbacks = Callbacks(self._callbacks)
+            callbacks, values, step = Callbacks(self._callbacks), plain_values(config), self._resume.state.train_step
+            tracked = TrackedRun(directory=self._directory, name=config.name, config=values, train_step=step)
             recorder = Recorder(
                 self._directory,
                 console=console,
-                trackers=build_trackers(config.tracking, self._tracked(), warn=console.warn),
+                trackers=build_trackers(config.tracking, tracked, warn=console.warn),
                 rollouts=config.rollout.record,
                 tell=callbacks.tell,
             )
@@ -112,7 +106,7 @@ class Launcher:
             await stack.enter_async_context(callbacks.calling(recorder.warn_once))
             for change in changes:
                 recorder.note(f"config changed since the last start: {change}")
-            for text in (*self._warnings, *self._task.notes):
+            for text in (*self._checked.warnings, *self._checked.task.notes):
                 recorder.note(text)
             trace = Trace(self._directory / "trace.json", warn=recorder.warn)
             stack.callback(trace.write)
@@ -123,7 +117,7 @@ class Launcher:
             stack.callback(self._remove_versions, recorder)  # if rank 0 died, it did not remove them on this node
             processes = Processes(
                 config,
-                task=self._task,
+                task=self._checked.task,
                 placement=placement,
                 stack=stack,
                 weights_directory=weights_directory,
@@ -143,14 +137,6 @@ class Launcher:
             recorder.ended()
             return finished
 
-    def _tracked(self) -> TrackedRun:
-        return TrackedRun(
-            directory=self._directory,
-            name=self._config.name,
-            config=plain_values(self._config),
-            train_step=self._resume.state.train_step,
-        )
-
     async def _renew_pages(self, recorder: Recorder) -> None:
         """Write the rollouts as a page after each checkpoint."""
         while True:
@@ -164,7 +150,7 @@ class Launcher:
 
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
-        workers = processes.create_rollout_workers() if self._schedule_replay.free else []
+        workers = processes.create_rollout_workers() if self._schedule_replay is None else []
         trainer, replicas, checkpoint = await processes.start()
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.call(TrainerRank.remove_updates, self._weights_directory)  # those of a killed run
@@ -179,22 +165,16 @@ class Launcher:
     # ---- parts
 
     async def _require_places(self, placement: Placement) -> None:
-        """Check, before any actor starts, that the nodes of the run share the directories that they use together.
-
-        Raises:
-            PlacementError: a directory that a node does not see, an object store that a node cannot use, or shared
-                memory over several nodes.
-        """
+        """Check, before any actor starts, that the nodes of the run share the directories that they use together."""
         config = self._config
         if config.sync.route == "memory":
             placement.require_shared_memory()
+        checkpoint = config.model.checkpoint
         shared = {
             "output_dir": self._directory,
             "sync.directory": config.sync.directory,
-            "warm_start.cache": config.warm_start.cache if config.model.checkpoint is None else None,
-            "model.cache": config.model.cache
-            if config.model.checkpoint and is_quantized(config.model.checkpoint)
-            else None,
+            "warm_start.cache": config.warm_start.cache if checkpoint is None else None,
+            "model.cache": config.model.cache if checkpoint and is_quantized(checkpoint) else None,
         }
         for field, directory in shared.items():
             if isinstance(directory, str):
@@ -231,9 +211,9 @@ class Launcher:
     ) -> RunParts[TrainerClient]:
         config = self._config
         rollouts = Dispatcher(
-            workers or [self._worker_of_schedule(pool, checkpoint)],
+            workers or [self._worker_here(pool, checkpoint)],
             pool=pool,
-            processes=processes if self._schedule_replay.free else None,
+            processes=processes if self._schedule_replay is None else None,
             config=config.supervision,
             note=recorder.warn,
             note_failure=recorder.warn_once,
@@ -245,7 +225,8 @@ class Launcher:
         )
         routing = read_model_info(checkpoint).routing
         return RunParts(
-            processes=processes,
+            start_queue=processes.start_queue,
+            replace_trainer=processes.replace_trainer,
             checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
             publisher=publisher,
             replicas=supervisor,
@@ -254,16 +235,15 @@ class Launcher:
             recorder=recorder,
             trace=trace,
             weights_directory=self._weights_directory,
-            held_out=self._held_out,
+            held_out=self._checked.held_out,
             schedule_replay=self._schedule_replay,
             probe=self._build_probe(pool, routing),
         )
 
-    def _worker_of_schedule(self, pool: ReplicaPool, checkpoint: Path) -> Worker:
+    def _worker_here(self, pool: ReplicaPool, checkpoint: Path) -> Worker:
         """The worker of a run that keeps to a schedule: in this process, next to the schedule replay."""
-        return build_worker(
-            self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=self._schedule_replay
-        )
+        replay = self._schedule_replay
+        return build_worker(self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=replay)
 
     def _build_probe(self, pool: ReplicaPool, routing: RoutingSpec | None) -> Probe | None:
         config = self._config
@@ -281,10 +261,9 @@ class Launcher:
         )
 
     def _farewell(self, finished: bool) -> str:
-        if finished:
-            steps = self._config.total_train_steps
-            return (
-                f"done: {steps} train steps; the model is in {self._directory / 'final'}, the rest in "
-                f"{self._directory}; {prog('explain')} {self._directory} says what limited the throughput"
-            )
-        return f"stopped; continue with: {self._resume_command}"
+        if not finished:
+            return f"stopped; continue with: {self._resume_command}"
+        return (
+            f"done: {self._config.total_train_steps} train steps; the model is in {self._directory / 'final'}, the "
+            f"rest in {self._directory}; {prog('explain')} {self._directory} says what limited the throughput"
+        )

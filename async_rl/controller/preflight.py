@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,7 @@ from agent_loop.programs.program import external
 from agent_loop.tools.tool import PauseGate
 from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
-from async_rl.controller.config_record import another_run
-from async_rl.controller.resume import Resume
+from async_rl.controller.resume import Resume, another_run
 from async_rl.controller.summary import run_warnings
 from async_rl.controller.warm_start import warm_start_folder
 from async_rl.files.masking import MASK
@@ -27,11 +27,11 @@ from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.sglang.server import interpreter
 from async_rl.metrics.trackers import tracker_problems
 from async_rl.rollout.prompts import PromptOrder, prompt_order
-from async_rl.rollout.schedule import RunSchedule, read_schedule
+from async_rl.rollout.schedule import RunSchedule, ScheduleError, read_schedule
 from async_rl.rollout.task import Task, build_task, held_out_sets, missing_methods
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
-from async_rl.weights.model_info import CheckpointError, ModelInfo, is_quantized, read_model_info
+from async_rl.weights.model_info import CheckpointError, is_quantized, read_model_info
 from async_rl.weights.quantized import dequantization_problems, plain_folder
 from async_rl.weights.remote import driver_problem
 from message_queue.errors import EngineError
@@ -86,7 +86,8 @@ def check_run(config: RunConfig) -> CheckedRun:
     of = f"task.factory is {config.task.factory}, which failed"
     task = problems.attempt(lambda: build_task(config.task, seed=config.seed), of=of)
     order, held_out = None, None
-    missing = "" if task is None else _missing(task, config)
+    builds, warm = config.model.checkpoint is None, config.warm_start.steps > 0
+    missing = "" if task is None else missing_methods(task, config.task, builds_model=builds, warm_start=warm)
     problems.found += missing.splitlines()
     _check_start(problems, None if missing else task, config, of=of)
     if task is not None and not missing.startswith("task.factory"):
@@ -185,9 +186,12 @@ def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -
     if not any((checkpoint / name).is_file() for name in files):  # transformers makes an empty one
         yield f"{there}, which has no tokenizer; copy tokenizer.json and tokenizer_config.json there"
         return
-    vocab_size = _vocab_size(checkpoint)
+    try:
+        vocab_size: float = read_model_info(checkpoint).vocab_size
+    except CheckpointError:
+        vocab_size = math.inf  # `model_problems` refuses the model
     last = max(tokenizer.get_vocab().values(), default=-1)
-    if vocab_size is not None and last >= vocab_size:
+    if last >= vocab_size:
         yield (
             f"{there}, whose tokenizer has ids up to {last}, and config.json has vocab_size={vocab_size}; they do not "
             "belong together: copy the tokenizer of this model"
@@ -236,15 +240,6 @@ def _endpoint_problems(task: Task, config: RunConfig) -> Iterator[str]:
         )
 
 
-def _missing(task: Task, config: RunConfig) -> str:
-    return missing_methods(
-        task,
-        config.task,
-        builds_model=config.model.checkpoint is None,
-        warm_start=config.warm_start.steps > 0,
-    )
-
-
 def _prompts(
     problems: _Problems, task: Task, config: RunConfig, *, of: str
 ) -> tuple[PromptOrder | None, Mapping[str, Sequence[Prompt]] | None]:
@@ -253,7 +248,7 @@ def _prompts(
 
     def checked_order() -> PromptOrder:
         order = prompt_order(task, prompt_file=config.task.prompt_file, seed=config.seed)
-        order.train_prompt(0)  # reads and checks the prompts
+        order(0)  # reads and checks the prompts
         return order
 
     return (
@@ -281,27 +276,29 @@ def _check_start(problems: _Problems, task: Task | None, config: RunConfig, *, o
                 problems.found += [text.replace(f"{initial}", "the model of the task") for text in found]
 
 
-def _vocab_size(checkpoint: Path) -> int | None:
-    try:
-        info: ModelInfo = read_model_info(checkpoint)
-    except CheckpointError:
-        return None
-    return info.vocab_size
-
-
 def _read_schedule(directory: Path, config: RunConfig) -> RunSchedule:
-    """The schedule of another run's directory, for this run to follow.
-
-    Raises:
-        ScheduleError: it cannot be read, or does not suit the run.
-    """
+    """The schedule of another run's directory; ScheduleError if this run cannot follow it."""
     schedule = read_schedule(directory)
-    schedule.check(
-        groups_per_batch=config.rollout.groups_per_batch,
-        trajectories_per_group=config.rollout.trajectories_per_group,
-        updates_per_batch=config.trainer.updates_per_batch,
-        train_steps=config.total_train_steps,
-        max_staleness=config.staleness.max_staleness,
-        every=config.sync.every,
-    )
+    for name, value, wanted in (
+        ("rollout.groups_per_batch", config.rollout.groups_per_batch, schedule.batch_groups),
+        ("rollout.trajectories_per_group", config.rollout.trajectories_per_group, schedule.trajectories_per_group),
+        ("trainer.updates_per_batch", config.trainer.updates_per_batch, schedule.updates_per_batch),
+    ):
+        if value != wanted:
+            raise ScheduleError(f"{name} is {value}, and the schedule is of a run with {wanted}; set that")
+    if (steps := config.total_train_steps) > schedule.train_steps:
+        raise ScheduleError(
+            f"total_train_steps is {steps}, and the schedule has {schedule.train_steps}; set at most that"
+        )
+    if (bound := config.staleness.max_staleness) < schedule.max_staleness:
+        raise ScheduleError(
+            f"staleness.max_staleness is {bound}, and the schedule has tokens of {schedule.max_staleness}; "
+            "set at least that"
+        )
+    updates = {g.admitted_update for g in schedule.groups} | {u for g in schedule.groups for s in g.spans for u, _ in s}
+    if off := sorted(update for update in updates if update % config.sync.every):
+        raise ScheduleError(
+            f"sync.every is {config.sync.every}, and the schedule has weights of {off[0]} updates, which it never "
+            "publishes"
+        )
     return schedule

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
@@ -64,7 +63,9 @@ def prepare(
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
     """
     heads = batch.groups
-    sound, groups = [_without_failed(head) for head in heads], [head.group for head in heads]
+    groups = [head.group for head in heads]
+    whole = [tuple(t for t in head.trajectories if not t.failed) for head in heads]
+    sound = [replace(head, trajectories=kept) for head, kept in zip(heads, whole, strict=True)]
     mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
     rewards = batch_rewards(sound, advantage)
     advantages = rewards.advantages()
@@ -83,15 +84,20 @@ def prepare(
     of_rollout = np.unique(made.index[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
     lengths = _sums(made.num_loss_tokens, of_rollout, int(of_rollout.max()) + 1)
     in_loss = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
-    staleness: dict[str, Any] = {"update": batch.update, "version_updates": version_updates}
-    staleness |= {"min_update": batch.min_update, "mini_batches": mini_batches}
+    staleness_tokens = staleness_histogram(
+        sound,
+        update=batch.update,
+        version_updates=version_updates,
+        min_update=batch.min_update,
+        mini_batches=mini_batches,
+    )
     return PreparedBatch(
         batch=made,
         gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
         lengths=lengths,
-        staleness_tokens=staleness_histogram(sound, **staleness),
+        staleness_tokens=staleness_tokens,
         metrics={
-            **batch_metrics(sound, **staleness),
+            **batch_metrics(sound, staleness_tokens=staleness_tokens),
             **masking_metrics(rewards.sampled, in_loss, advantages.values),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
@@ -134,11 +140,6 @@ def recorded_groups(heads: Sequence[GroupHead], *, trajectories: int, seed: int,
     counts = np.cumsum([len(heads[i].trajectories) for i in shuffled])
     chosen = shuffled[: max(1, int((counts <= trajectories).sum()))]
     return RecordedGroups(train_step=train_step, heads={i: heads[i] for i in sorted(chosen)})
-
-
-def _without_failed(head: GroupHead) -> GroupHead:
-    """The head without trajectories that ended with an error."""
-    return msgspec.structs.replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed))
 
 
 def _sums(tokens: Int64Array, of: Int64Array, count: int) -> list[int]:

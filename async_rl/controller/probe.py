@@ -30,7 +30,7 @@ import torch
 
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from async_rl.config import MismatchConfig
-from async_rl.controller.interfaces import Trainer
+from async_rl.controller.parts import Trainer
 from async_rl.inference.pool import Member, ReplicaPool
 from async_rl.inference.replica import EngineReplica
 from async_rl.trainer.batch.advantage import Advantages
@@ -152,10 +152,9 @@ class Probe:
             return math.nan
         batch = self._batch(answers, version=version)
         replicas = [answer.replica for answer in answers]
-        k3 = k3_of_replicas(
-            await trainer.call(TrainerRank.score, batch), batch, replicas=replicas, trimmed=self._trimmed
-        )
-        worst = max(k3, key=lambda replica: _order(k3[replica]))
+        scored = await trainer.call(TrainerRank.score, batch)
+        k3 = k3_of_replicas(scored, batch, replicas=replicas, trimmed=self._trimmed)
+        worst = max(k3, key=lambda replica: math.inf if math.isnan(k3[replica]) else k3[replica])
         bound = self._config.bound(dtypes=self._dtypes, noise=self._noise)
         if not k3[worst] <= bound:
             raise MismatchError(
@@ -235,7 +234,3 @@ def k3_of_replicas(
             tokens = tokens.sort().values[: len(tokens) - int(trimmed * len(tokens))]
         k3[replica] = float(tokens.mean())
     return k3
-
-
-def _order(k3: float) -> float:
-    return math.inf if math.isnan(k3) else k3

@@ -31,7 +31,7 @@ from async_rl.controller.warm_start import run_warm_start, warm_start_folder
 from async_rl.files.atomic_dir import whole_file
 from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.select import check_engine
-from async_rl.metrics.recorder import Console
+from async_rl.metrics.console import RunConsole
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
 from async_rl.rollout.task import Task
@@ -100,7 +100,7 @@ class Processes:
         stack: contextlib.AsyncExitStack,
         weights_directory: Path | str | None,
         directory: Path,
-        console: Console,
+        console: RunConsole,
         trace: Trace | None = None,
     ) -> None:
         self._config = config
@@ -139,7 +139,7 @@ class Processes:
 
         def progress(step: int, loss: float) -> None:
             if step % 25 == 0 or step == warm.steps:
-                self._phase("trainer", f"warm start {step}/{warm.steps}, loss {loss:.4f}")
+                self._console.phase("trainer", f"warm start {step}/{warm.steps}, loss {loss:.4f}")
 
         folder.parent.mkdir(parents=True, exist_ok=True)
         await run_warm_start(warm, task=self._task, trainer=cold, initial=initial, folder=folder, progress=progress)
@@ -164,10 +164,10 @@ class Processes:
             QueueUnavailable: the node of the queue died, and no other has room.
         """
         await self._closing(lost.close)()
-        ranks = [(f"trainer rank {i}", self._placement.rank(i)) for i in range(self._config.trainer.ranks)]
         timeout_s = self._config.cluster.start_timeout_s
-        for name, options in ranks:
-            await self._wait_for_node(name, options, timeout_s=timeout_s, error=TrainerLostError)
+        for i in range(self._config.trainer.ranks):
+            place = self._placement.rank(i)
+            await self._wait_for_node(f"trainer rank {i}", place, timeout_s=timeout_s, error=TrainerLostError)
         await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
         return await self._start_trainer(self._config, self._checkpoint)
 
@@ -185,11 +185,11 @@ class Processes:
 
     async def start_rollout_workers(self, workers: Sequence[WorkerClient], pool: ReplicaPool) -> None:
         """Start `workers` on the replicas of `pool`."""
-        self._phase("workers", f"starting {len(workers)}")
+        self._console.phase("workers", f"starting {len(workers)}")
         async with asyncio.TaskGroup() as starts:
             for worker in workers:
                 starts.create_task(self._start_worker(worker, pool))
-        self._phase("workers", "ready")
+        self._console.phase("workers", "ready")
 
     async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
@@ -233,7 +233,6 @@ class Processes:
         folder, console = plain_folder(checkpoint, cache=self._config.model.cache), self._console
         if folder.is_dir():
             return folder
-        assert console is not None
         console.phase("checkpoint", f"dequantizing {checkpoint} into {folder}; later runs reuse it")
         stopped, loop = threading.Event(), asyncio.get_running_loop()
 
@@ -248,7 +247,7 @@ class Processes:
         return folder
 
     async def _start_trainer(self, config: RunConfig, checkpoint: Path, *, warm_start: bool = False) -> TrainerClient:
-        self._phase("trainer", f"starting {config.trainer.ranks} ranks")
+        self._console.phase("trainer", f"starting {config.trainer.ranks} ranks")
         client = await TrainerClient.start(
             config,
             checkpoint=checkpoint,
@@ -259,24 +258,21 @@ class Processes:
         )
         self._engine_ends.append(self._closing(partial(client.close, remove_updates=self._weights_directory)))
         self._name({f"trainer-{rank}": pid for rank, pid in enumerate(client.pids)})
-        self._phase("trainer", "ready")
+        self._console.phase("trainer", "ready")
         return client
 
     async def _start_replicas(self) -> list[ReplicaClient]:
         config, ready = self._config, list[str]()
-        self._phase("replicas", f"starting {config.engine.replicas} of {config.engine.name}")
+        self._console.phase("replicas", f"starting {config.engine.replicas} of {config.engine.name}")
 
         async def start(slot: int) -> ReplicaClient:
             replica = await self._start_replica(slot=slot, name=f"replica-{slot}")
             ready.append(replica.name)
-            self._phase("replicas", f"{len(ready)} of {config.engine.replicas} ready")
+            self._console.phase("replicas", f"{len(ready)} of {config.engine.replicas} ready")
             return replica
 
         check_engine(
-            config.engine,
-            checkpoint=self._checkpoint,
-            capture=config.captures_routing,
-            force=config.forces_routing,
+            config.engine, checkpoint=self._checkpoint, capture=config.captures_routing, force=config.forces_routing
         )
         async with asyncio.TaskGroup() as starts:
             tasks = [starts.create_task(start(slot)) for slot in range(config.engine.replicas)]
@@ -318,9 +314,6 @@ class Processes:
             await self._placement.wait_for_node(options, timeout_s=timeout_s)
         except TimeoutError as cause:
             raise error(f"{name}: no node of the cluster had room for it within {timeout_s:g} s; add one") from cause
-
-    def _phase(self, process: str, text: str) -> None:
-        self._console.phase(process, text)
 
     def _name(self, processes: dict[str, int]) -> None:
         self._processes |= processes

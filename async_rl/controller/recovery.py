@@ -67,14 +67,7 @@ class RecoveryLoop(Generic[T]):
         resume: state that the first life continues from.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_parts: RunParts[T],
-        *,
-        order: PromptOrder,
-        resume: Resume,
-    ) -> None:
+    def __init__(self, config: RunConfig, run_parts: RunParts[T], *, order: PromptOrder, resume: Resume) -> None:
         self._config = config
         self._parts = run_parts
         self._order = order
@@ -95,7 +88,7 @@ class RecoveryLoop(Generic[T]):
         while True:
             try:
                 if again:
-                    trainer = await self._parts.processes.replace_trainer(trainer)
+                    trainer = await self._parts.replace_trainer(trainer)
                 return await self._run_once(trainer)
             except Exception as error:
                 lost = _lost_part(error)
@@ -150,7 +143,7 @@ class RecoveryLoop(Generic[T]):
         """The queue with the groups that a restart continues. Ready groups that lack content are open."""
         journal, timeout_s = self._resume.journal(), self._config.cluster.start_timeout_s
         while True:
-            queue = await self._parts.processes.start_queue()
+            queue = await self._parts.start_queue()
             try:
                 restored = await queue.open(journal, timeout_s=timeout_s)
                 stored = await read_content(place, restored)

@@ -92,8 +92,10 @@ def rank_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
     parts = rank_parts(trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=layers)
     if trainer.lora.rank:
         return {"frozen weights, plus adapters": parts["weights"]}
-    copies = {"a copy for the probe (mismatch)": config.mismatch.prompts > 0}
-    copies["a copy for the KL term (loss.kl_coefficient)"] = config.loss.kl_coefficient > 0
+    copies = {
+        "a copy for the probe (mismatch)": config.mismatch.prompts > 0,
+        "a copy for the KL term (loss.kl_coefficient)": config.loss.kl_coefficient > 0,
+    }
     return parts | {name: parts["weights"] for name, is_held in copies.items() if is_held}
 
 
@@ -181,10 +183,7 @@ def rank_parts(
     width, state = (2, 12) if trainer.dtype == "bfloat16" else (4, 8)
     stage = parallel.most_layers_per_rank(layers) / layers
     held, gradients, states = 0.0, 0.0, 0.0
-    for weights, split in (
-        (dense, parallel.tensor),
-        (experts, parallel.expert * parallel.expert_tensor_size),
-    ):
+    for weights, split in ((dense, parallel.tensor), (experts, parallel.expert * parallel.expert_tensor_size)):
         holders = trainer.ranks // (split * parallel.pipeline) if trainer.distributed_optimizer else 1
         share = weights * stage / split
         held += share * width
@@ -196,13 +195,9 @@ def rank_parts(
 
 def parameters_of(checkpoint: Path) -> tuple[int, int]:
     """Numbers of weights outside of experts, and in experts, from the headers of the files."""
-    dense, experts = 0, 0
-    for name, size in plain_sizes(checkpoint) if is_quantized(checkpoint) else _sizes(checkpoint):
-        if ".experts." in name:
-            experts += size
-        else:
-            dense += size
-    return dense, experts
+    sizes = list(plain_sizes(checkpoint) if is_quantized(checkpoint) else _sizes(checkpoint))
+    experts = sum(size for name, size in sizes if ".experts." in name)
+    return sum(size for _, size in sizes) - experts, experts
 
 
 def _sizes(checkpoint: Path) -> Iterator[tuple[str, int]]:

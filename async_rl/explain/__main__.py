@@ -47,8 +47,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
     """Text for a terminal."""
     seconds, whole = explanation.seconds, sum(explanation.seconds.values())
     yield (
-        f"train steps {explanation.first_step} to {explanation.last_step}: {explanation.steps_per_hour:.1f} steps per "
-        f"hour, limited by: {CAUSES[explanation.limit].text}"
+        f"train steps {explanation.steps[0].step} to {explanation.steps[-1].step}: "
+        f"{explanation.steps_per_hour:.1f} steps per hour, limited by: {CAUSES[explanation.limit].text}"
     )
     yield from ("", "share of the wall clock, and what could be saved of it at most")
     yield from (

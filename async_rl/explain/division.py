@@ -24,6 +24,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from async_rl.plan.records import Records, Span
 from async_rl.plan.requests import RequestModel, trained_groups
@@ -105,10 +106,14 @@ def divide(records: Records, requests: RequestModel | None) -> list[StepDivision
 
 def total(steps: Iterable[StepDivision]) -> Seconds:
     """Sum over steps, largest first."""
+    return summed(item for step in steps for item in step.seconds.items())
+
+
+def summed(parts: Iterable[tuple[str, float]]) -> Seconds:
+    """Sum of each cause, largest first."""
     seconds: Seconds = defaultdict(float)
-    for step in steps:
-        for cause, value in step.seconds.items():
-            seconds[cause] += value
+    for cause, value in parts:
+        seconds[cause] += value
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
@@ -118,12 +123,9 @@ def savings(records: Records, steps: Sequence[StepDivision]) -> Seconds:
     A wait can save its own time. Work of the trainer can only save the part that is on the critical path: while the
     trainer works and the group that it waits for next is already in rollout, a faster trainer only waits longer.
     """
-    found = dict(total(steps))
     critical = _critical_work(records, steps)
-    for cause in OF_TRAINER:
-        if cause in found:
-            found[cause] = min(found[cause], critical[cause])
-    return dict(sorted(((c, s * CAUSES[c].removable) for c, s in found.items()), key=lambda item: -item[1]))
+    found = {cause: min(seconds, critical.get(cause, seconds)) for cause, seconds in total(steps).items()}
+    return summed((cause, seconds * CAUSES[cause].removable) for cause, seconds in found.items())
 
 
 def _critical_work(records: Records, steps: Sequence[StepDivision]) -> Seconds:
@@ -160,13 +162,13 @@ def _critical_work(records: Records, steps: Sequence[StepDivision]) -> Seconds:
 
 
 def _without_trace(records: Records) -> list[StepDivision]:
-    steps, at = list[StepDivision](), 0.0
-    for line in records.metrics:
-        seconds, waited = line["step/seconds"], line["step/seconds"] * line["idle/trainer"]
-        parts = {"rollouts": waited, "train": seconds - waited}
-        wait, end = (at, at + waited), at + seconds
-        steps.append(StepDivision(step=line["train_step"], start=at, end=end, wait=wait, group=None, seconds=parts))
-        at = end
+    lines = records.metrics
+    ends = list(accumulate(line["step/seconds"] for line in lines))
+    steps = list[StepDivision]()
+    for line, start, end in zip(lines, [0.0, *ends], ends, strict=False):
+        waited = (end - start) * line["idle/trainer"]
+        parts, wait = {"rollouts": waited, "train": end - start - waited}, (start, start + waited)
+        steps.append(StepDivision(step=line["train_step"], start=start, end=end, wait=wait, group=None, seconds=parts))
     return steps
 
 
@@ -194,27 +196,18 @@ class _Walk:
 
     def step(self, train: Span, wait: tuple[float, float], end: float) -> StepDivision:
         """The division of one step."""
-        seconds: dict[str, float] = defaultdict(float)
         step = train.args.get("step", 0)
-        group = self._last_group(step) if wait[1] > wait[0] else None
-        for cause, value in self._waited(group, *wait).items():
-            seconds[cause] += value
-        seconds["train"] = train.seconds
+        groups = [group for group in self._groups.get(step, ()) if group in self._rollouts and wait[1] > wait[0]]
+        group = max(groups, key=lambda group: self._rollouts[group].end, default=None)  # the one that was ready last
+        seconds = self._waited(group, *wait) | {"train": train.seconds}
         for kind in ("export", "checkpoint"):
-            seconds[kind] += sum(s.overlap(train.end, end) for s in self._records.of(kind))
-        seconds["other"] += max(0.0, end - wait[0] - sum(seconds.values()))
-        return StepDivision(step=step, start=wait[0], end=end, wait=wait, group=group, seconds=dict(seconds))
-
-    def _last_group(self, step: int) -> int | None:
-        """The group of the batch that was ready last."""
-        groups = [group for group in self._groups.get(step, ()) if group in self._rollouts]
-        return max(groups, key=lambda group: self._rollouts[group].end, default=None)
+            seconds[kind] = sum(s.overlap(train.end, end) for s in self._records.of(kind))
+        seconds["other"] = max(0.0, end - wait[0] - sum(seconds.values()))
+        return StepDivision(step=step, start=wait[0], end=end, wait=wait, group=group, seconds=seconds)
 
     def _waited(self, group: int | None, start: float, end: float) -> Seconds:
-        if end <= start:
-            return {}
-        if group is None:
-            return {"rollouts": end - start}
+        if group is None or end <= start:
+            return {"rollouts": end - start} if end > start else {}
         rollout = self._rollouts[group]
         admitted = min(max(start, rollout.start), end)
         seconds: Seconds = defaultdict(float, self._not_admitted(start, admitted))
@@ -224,7 +217,7 @@ class _Walk:
             dropped = self._dropped if cause in OF_REQUESTS else 0.0
             seconds[cause] += value * scale * (1 - dropped)
             seconds["drops"] += value * scale * dropped
-        return seconds
+        return dict(seconds)
 
     def _not_admitted(self, start: float, end: float) -> Seconds:
         """Causes of the time before an admission."""
@@ -234,10 +227,9 @@ class _Walk:
 
     def _life(self, group: int, rollout: Span) -> Seconds:
         """Causes of the time from admission to completion; they add up to it."""
-        found = None if self._requests is None else self._requests.critical(group)
-        if self._requests is None or found is None:
+        if self._requests is None or (found := self._requests.critical(group)) is None:
             return {"rollouts": rollout.seconds}
-        seconds: dict[str, float] = defaultdict(float)
+        seconds: Seconds = defaultdict(float)
         at, aborted = rollout.start, False
         longer = self._requests.longer_than_usual(found)
         for span in found:
@@ -268,11 +260,9 @@ class _Walk:
 
 def _dropped_share(records: Records, rollouts: Mapping[int, Span]) -> float:
     """Part of the rollout time of ended groups that was of dropped ones."""
-    spent: Seconds = defaultdict(float)
-    for group, span in rollouts.items():
-        spent[records.ledger.get(group, {}).get("outcome", "open")] += span.seconds
-    ended = spent["trained"] + spent["dropped"]
-    return spent["dropped"] / ended if ended else 0.0
+    spent = summed((records.ledger.get(group, {}).get("outcome", "open"), s.seconds) for group, s in rollouts.items())
+    dropped = spent.get("dropped", 0.0)
+    return dropped / (dropped + spent.get("trained", 0.0) or 1.0)
 
 
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:

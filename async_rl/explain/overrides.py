@@ -1,8 +1,8 @@
 """Overrides that treat the causes of a run, and the steps per hour that each would give.
 
 The run is simulated with its measured rates, then once more with each override. The gain is the ratio of both, applied
-to the measured steps per hour. If the simulation has nothing for an override, or is far from the run, the gain is that
-of a step without the part of the wall clock that the override removes.
+to the measured steps per hour. If the simulation is far from the run, the gain is that of a step without the part of
+the wall clock that the override removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STEPS, STEPS_OF_LARGE = 24, 10
 Change = Callable[[Description], Description]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Override:
     """An override of a run's config, or an action if the config has none."""
 
@@ -37,10 +37,10 @@ class Override:
     """Keys and values for the command line."""
     treats: tuple[str, ...]
     """Causes that it makes shorter."""
-    change: Change | None = None
-    """Effect in the simulation; None if it has none."""
+    change: Change
+    """Effect in the simulation."""
     removes: float = 0.0
-    """Part of the time of its causes that is gone, if the simulation has no effect."""
+    """Part of the time of its causes that is gone, for a run that is not simulated; 0 if that is not known."""
     price: str = ""
     """What it costs."""
     hardware: bool = False
@@ -67,7 +67,6 @@ def predict(
     step_s: float,
     description: Description | None,
     requests: RequestModel | None,
-    seed: int = 0,
 ) -> tuple[list[Prediction], float | None]:
     """Predictions, those for the limit first, then by gain; and the simulated seconds of a step of the run.
 
@@ -81,20 +80,19 @@ def predict(
     whole = sum(seconds.values())
     shares = {cause: value / whole for cause, value in seconds.items()}
     treated = {cause for cause, share in shares.items() if share >= LEAST_SHARE} | {limit}
-    base = None if description is None else _step_s(description, seed=seed)
+    base = None if description is None else _step_s(description)
     trusted = base is not None and abs(base / step_s - 1) <= MOST_ERROR
-    found, left = list[Prediction](), MOST_SIMULATED
+    found = list[Prediction]()
 
     def share(override: Override) -> float:
         return sum(shares.get(cause, 0.0) for cause in override.treats)
 
     candidates = [each for each in _overrides(config, description, requests) if treated & set(each.treats)]
-    for override in sorted(candidates, key=lambda each: (limit not in each.treats, -share(each))):
-        simulated = trusted and override.change is not None and left > 0
-        if simulated and base is not None and description is not None and override.change is not None:
-            left -= 1
-            changed = _step_s(override.change(description), seed=seed)
-            found.append(Prediction(override=override, gain=base / changed - 1, by="simulation"))
+    candidates.sort(key=lambda each: (limit not in each.treats, -share(each)))
+    for place, override in enumerate(candidates):
+        if trusted and base is not None and description is not None and place < MOST_SIMULATED:
+            gain = base / _step_s(override.change(description)) - 1
+            found.append(Prediction(override=override, gain=gain, by="simulation"))
         elif override.removes:
             gone = override.removes * share(override)
             found.append(Prediction(override=override, gain=gone / (1 - min(gone, 0.99)), by="share"))
@@ -106,164 +104,100 @@ def predict(
     return sorted(found, key=rank), base
 
 
-def _step_s(description: Description, *, seed: int) -> float:
+def _step_s(description: Description) -> float:
     """Simulated seconds of a step."""
     workload = description.workload
     if workload.groups_per_batch * workload.trajectories_per_group <= LARGE:
-        return simulate(description, steps=STEPS, seed=seed).step_s
-    return simulate(description, steps=STEPS_OF_LARGE, seed=seed, thin_to=THIN_TO).step_s
+        return simulate(description, steps=STEPS).step_s
+    return simulate(description, steps=STEPS_OF_LARGE, thin_to=THIN_TO).step_s
 
 
 def _overrides(
     config: Mapping[str, Any], description: Description | None, requests: RequestModel | None
 ) -> Iterator[Override]:
-    yield from _of_rollouts(config, description, requests)
+    yield from _of_rollouts(config, description)
     yield from _of_publishes(config)
-    yield from _of_trainer(config)
+    yield from _of_interruptions(config)
     if description is not None:
         yield from _of_lengths(description)
-        yield from _of_gpus(config, description)
-    for name in () if requests is None else requests.slow:
-        yield Override(
-            text=f"restart {name}, or move it to another node",
-            treats=("replica",),
-            change=lambda d: _interrupted(d, slow_replica=1.0),
-        )
-
-
-def _of_rollouts(
-    config: Mapping[str, Any], description: Description | None, requests: RequestModel | None
-) -> Iterator[Override]:
-    staleness, updates = config["staleness"], config["trainer"].get("updates_per_batch", 1)
-    bound = staleness["max_staleness"]
-    for more in (1, 2):
-        yield Override(
-            text=f"staleness.max_staleness={bound + more * updates}",
-            treats=("staleness", "tail", "tools", "reward", "rollouts"),
-            change=lambda d, more=more: replace(
-                d, staleness=replace(d.staleness, max_staleness=d.staleness.max_staleness + more)
-            ),
-            price="older tokens",
-        )
-    if staleness["policy"] != "wait":
-        yield Override(
-            text="staleness=wait",
-            treats=("drops",),
-            change=lambda d: replace(d, staleness=replace(d.staleness, policy="wait")),
-        )
-    if description is None or description.interruptions.failed:
-        retries = config["rollout"].get("failure", {}).get("max_retries", 0)
-        yield Override(
-            text=f"rollout.failure.max_retries={retries + 2}",
-            treats=("drops",),
-            change=lambda d: _interrupted(d, failed=0.0),
-            price="if no retry fails",
-        )
+        yield from _of_gpus(description)
     if requests is not None:
-        slots = requests.max_running
-        yield Override(
-            text=f"engine.max_num_seqs={2 * slots}",
-            treats=("slots",),
-            change=lambda d: replace(d, rates=d.rates.model_copy(update={"max_running": 2 * slots})),
-            price="K/V memory for twice the requests",
-        )
-    every = config.get("validation", {}).get("every", 0)
-    if every:
-        yield Override(
-            text=f"validation.every={4 * every}",
-            treats=("validation",),
-            change=lambda d: _interrupted(d, validation_every=4 * d.interruptions.validation_every),
-            removes=0.75,
-        )
-        prompts = config["validation"]["prompts"]
-        yield Override(
-            text=f"validation.prompts={max(1, prompts // 4)}",
-            treats=("validation",),
-            change=lambda d: _interrupted(
-                d, validation_trajectories=max(1, d.interruptions.validation_trajectories // 4)
-            ),
-            removes=0.75,
-            price="a wider interval of the held-out success",
-        )
+        slots = 2 * requests.max_running
+        change, price = _set("rates", max_running=slots), "K/V memory for twice the requests"
+        yield Override(f"engine.max_num_seqs={slots}", ("slots",), change, price=price)
+        for name in requests.slow:
+            change = _set("interruptions", slow_replica=1.0)
+            yield Override(f"restart {name}, or move it to another node", ("replica",), change)
+
+
+def _of_rollouts(config: Mapping[str, Any], description: Description | None) -> Iterator[Override]:
+    staleness, updates = config["staleness"], config["trainer"].get("updates_per_batch", 1)
+    treats = ("staleness", "tail", "tools", "reward", "rollouts")
+    for more in (1, 2):
+        change = _set("staleness", max_staleness=lambda d, more=more: d.staleness.max_staleness + more)
+        text = f"staleness.max_staleness={staleness['max_staleness'] + more * updates}"
+        yield Override(text, treats, change, price="older tokens")
+    if staleness["policy"] != "wait":
+        yield Override("staleness=wait", ("drops",), _set("staleness", policy="wait"))
+    if description is None or description.interruptions.failed:
+        text = f"rollout.failure.max_retries={config['rollout'].get('failure', {}).get('max_retries', 0) + 2}"
+        yield Override(text, ("drops",), _set("interruptions", failed=0.0), price="if no retry fails")
 
 
 def _of_publishes(config: Mapping[str, Any]) -> Iterator[Override]:
     rollout, sync, updates = config["rollout"], config["sync"], config["trainer"].get("updates_per_batch", 1)
     if sync["mode"] == "at_once":
-        for mode, price in (("staged", "twice the weights in each replica"), ("rolling", "")):
-            yield Override(
-                text=f"sync.mode={mode}",
-                treats=("publish",),
-                change=lambda d, mode=mode: _published(d, mode=mode),
-                removes=0.9 if mode == "staged" else 0.0,
-                price=price,
-            )
+        for mode, removes, price in (("staged", 0.9, "twice the weights in each replica"), ("rolling", 0.0, "")):
+            yield Override(f"sync.mode={mode}", ("publish",), _set("publish", mode=mode), removes, price)
     if config["staleness"]["max_staleness"] >= 2 * updates - 1:
-        yield Override(
-            text=f"sync.every={sync.get('every', 1) + updates}",
-            treats=("publish", "repeat", "export"),
-            change=lambda d: _published(d, every=d.publish.every + 1),
-            removes=0.5,
-            price="older tokens",
-        )
+        change = _set("publish", every=lambda d: d.publish.every + 1)
+        text = f"sync.every={sync.get('every', 1) + updates}"
+        yield Override(text, ("publish", "repeat", "export"), change, removes=0.5, price="older tokens")
     if (rollout["on_update"], rollout["kv"]) != ("keep", "keep"):
-        yield Override(
-            text="rollout.on_update=keep rollout.kv=keep",
-            treats=("repeat",),
-            change=lambda d: _published(d, on_update="keep", kv="keep"),
-            removes=1.0,
-            price="K/V of older weights",
-        )
+        change, price = _set("publish", on_update="keep", kv="keep"), "K/V of older weights"
+        yield Override("rollout.on_update=keep rollout.kv=keep", ("repeat",), change, removes=1.0, price=price)
 
 
-def _of_trainer(config: Mapping[str, Any]) -> Iterator[Override]:
-    every = config.get("checkpoint", {}).get("every", 0)
-    if every:
-        yield Override(
-            text=f"checkpoint.every={10 * every}",
-            treats=("checkpoint",),
-            change=lambda d: _interrupted(d, checkpoint_every=10 * d.interruptions.checkpoint_every),
-            removes=0.9,
-            price="more steps are repeated after a crash",
+def _of_interruptions(config: Mapping[str, Any]) -> Iterator[Override]:
+    if every := config.get("validation", {}).get("every", 0):
+        change = _set("interruptions", validation_every=lambda d: 4 * d.interruptions.validation_every)
+        yield Override(f"validation.every={4 * every}", ("validation",), change, removes=0.75)
+        price = "a wider interval of the held-out success"
+        change = _set(
+            "interruptions", validation_trajectories=lambda d: max(1, d.interruptions.validation_trajectories // 4)
         )
+        text = f"validation.prompts={max(1, config['validation']['prompts'] // 4)}"
+        yield Override(text, ("validation",), change, removes=0.75, price=price)
+    if every := config.get("checkpoint", {}).get("every", 0):
+        change = _set("interruptions", checkpoint_every=lambda d: 10 * d.interruptions.checkpoint_every)
+        price = "more steps are repeated after a crash"
+        yield Override(f"checkpoint.every={10 * every}", ("checkpoint",), change, removes=0.9, price=price)
 
 
 def _of_lengths(description: Description) -> Iterator[Override]:
     workload = description.workload
     longest = int(np.quantile(workload.lengths.values, CUT))
     if longest < max(workload.lengths.values):
-        yield Override(
-            text=f"rollout.limits.max_new_tokens_per_turn={max(1, longest // workload.turns)}",
-            treats=("tail",),
-            change=lambda d: _worked(d, lengths=d.workload.lengths.model_copy(update={"maximum": longest})),
-            price=f"cuts {1 - CUT:.0%} of the trajectories",
-        )
+        change = _set("workload", lengths=lambda d: d.workload.lengths.model_copy(update={"maximum": longest}))
+        text = f"rollout.limits.max_new_tokens_per_turn={max(1, longest // workload.turns)}"
+        yield Override(text, ("tail",), change, price=f"cuts {1 - CUT:.0%} of the trajectories")
     calls = workload.tool_s.values
-    slowest = float(np.quantile(calls, CUT)) if calls else 0.0
-    if calls and slowest < max(calls):
-        yield Override(
-            text=f"rollout.limits.tool_timeout_s={slowest:.3g}",
-            treats=("tools",),
-            change=lambda d: _worked(d, tool_s=Distribution(kind="empirical", values=calls, maximum=slowest)),
-            price=f"{1 - CUT:.0%} of the tool calls fail",
-        )
+    if calls and (slowest := float(np.quantile(calls, CUT))) < max(calls):
+        change = _set("workload", tool_s=Distribution(kind="empirical", values=calls, maximum=slowest))
+        text, price = f"rollout.limits.tool_timeout_s={slowest:.3g}", f"{1 - CUT:.0%} of the tool calls fail"
+        yield Override(text, ("tools",), change, price=price)
 
 
-def _of_gpus(config: Mapping[str, Any], description: Description) -> Iterator[Override]:
+def _of_gpus(description: Description) -> Iterator[Override]:
     """Ranks and replicas: more of one, or a part of the GPUs of the other."""
     cluster, replicas = description.cluster, num_replicas(description)
     ranks, unit, each = cluster.train_gpus, cluster.train_gpus_unit, cluster.gpus_per_replica
 
     def split(text: str, treats: tuple[str, ...], *, train: int, served: int) -> Override:
         gpus = train + served * each
-        update = {"gpus": gpus, "train_gpus": train}
-        return Override(
-            text=text,
-            treats=treats,
-            change=lambda d: replace(d, cluster=d.cluster.model_copy(update=update)),
-            price="more hardware" if gpus > cluster.gpus else "",
-            hardware=gpus > cluster.gpus,
-        )
+        more = gpus > cluster.gpus
+        change = _set("cluster", gpus=gpus, train_gpus=train)
+        return Override(text, treats, change, price="more hardware" if more else "", hardware=more)
 
     of_replicas = ("engines", "slots", "replica", "validation")
     yield split(f"engine.replicas={2 * replicas}", of_replicas, train=ranks, served=2 * replicas)
@@ -277,13 +211,13 @@ def _of_gpus(config: Mapping[str, Any], description: Description) -> Iterator[Ov
         yield split(text, of_replicas, train=ranks - unit, served=replicas + unit // each)
 
 
-def _interrupted(description: Description, **changes: Any) -> Description:
-    return replace(description, interruptions=description.interruptions.model_copy(update=changes))
+def _set(part: str, **values: Any) -> Change:
+    """The change of a description that sets values in a part of it; a function gives the value for a description."""
 
+    def change(description: Description) -> Description:
+        found = {key: value(description) if callable(value) else value for key, value in values.items()}
+        old: Any = getattr(description, part)
+        new = old.model_copy(update=found) if hasattr(old, "model_copy") else replace(old, **found)
+        return replace(description, **{part: new})
 
-def _published(description: Description, **changes: Any) -> Description:
-    return replace(description, publish=description.publish.model_copy(update=changes))
-
-
-def _worked(description: Description, **changes: Any) -> Description:
-    return replace(description, workload=description.workload.model_copy(update=changes))
+    return change

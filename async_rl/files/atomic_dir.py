@@ -54,7 +54,7 @@ def publish_folder(final: Path) -> None:
     Wherever this is cut short, by a kill, an OSError or a loss of power, `recover_folder` leaves the old content or the
     new, whole. Once it returned, it is the new.
     """
-    partial, replaced = partial_folder(final), _replaced(final)
+    partial, replaced = partial_folder(final), final.with_name(final.name + REPLACED)
     _sync_tree(partial)
     if final.exists():
         final.rename(replaced)
@@ -66,7 +66,7 @@ def publish_folder(final: Path) -> None:
 
 def recover_folder(final: Path) -> None:
     """Put `final` in order after a kill: incomplete content is removed, and an interrupted replacement is undone."""
-    replaced = _replaced(final)
+    replaced = final.with_name(final.name + REPLACED)
     if replaced.exists():
         if final.exists():
             sync_path(final.parent)
@@ -94,10 +94,5 @@ def remove_folder(final: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     """Return once the files of `folder` and their names survive a loss of power."""
-    for path in folder.rglob("*"):
+    for path in (*folder.rglob("*"), folder):
         sync_path(path)
-    sync_path(folder)
-
-
-def _replaced(final: Path) -> Path:
-    return final.with_name(final.name + REPLACED)

@@ -48,6 +48,15 @@ def masked(value: Any, name: str = "", *, secret: bool = False) -> Any:
     return mask_text(value) if isinstance(value, str) else value
 
 
+def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Pairs (dotted key, value): {"a": {"b": 1}} -> ("a.b", 1). Empty mappings are values."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def hidden(value: Any, name: str = "") -> Iterator[str]:
     """Dotted names of the values that `masked` has changed."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()

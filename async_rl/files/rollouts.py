@@ -21,7 +21,7 @@ from annotated_types import Ge
 from agent_loop.bounds import Count, bounded
 from agent_loop.text import safe_text
 from agent_loop.tools.tool import ToolCall, opened_reasoning, parse_tool_calls
-from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path
+from async_rl.files.atomic_dir import PARTIAL, make_folder, sync_path, whole_file
 from async_rl.files.jsonl import read_lines
 
 FOLDER = "rollouts"
@@ -175,12 +175,10 @@ def write_step(directory: Path, table: Any, *, train_step: int, keep: int) -> No
     import pyarrow.parquet as pq
 
     make_folder(directory)
-    final = directory / f"step-{train_step:06d}.parquet"
-    partial = final.with_name(final.name + PARTIAL)
-    # Dictionaries and statistics cost a third of the time, and the files are larger with them.
-    pq.write_table(table, partial, compression="zstd", use_dictionary=False, write_statistics=False)
-    sync_path(partial)
-    partial.replace(final)
+    with whole_file(directory / f"step-{train_step:06d}.parquet") as partial:
+        # Dictionaries and statistics cost a third of the time, and the files are larger with them.
+        pq.write_table(table, partial, compression="zstd", use_dictionary=False, write_statistics=False)
+        sync_path(partial)
     for path in list(recorded_steps(directory).values())[:-keep]:
         path.unlink(missing_ok=True)
     sync_path(directory)

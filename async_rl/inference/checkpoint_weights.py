@@ -8,8 +8,9 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from async_rl.weights.model_info import CheckpointError
-from async_rl.weights.transport import WeightUpdate, update_files
+from async_rl.weights.model_info import CheckpointError, ModelInfo, is_carried
+from async_rl.weights.transport import UpdateError, WeightUpdate, update_files
+from message_queue.errors import ContractError
 
 Shapes = Mapping[str, tuple[int, ...]]
 INDEX = "model.safetensors.index.json"
@@ -54,6 +55,12 @@ def tensor_shapes(files: list[Path]) -> Shapes:
     return shapes
 
 
+def served_shapes(checkpoint: Path, info: ModelInfo) -> Shapes:
+    """Name -> shape of the tensors that every version of a served checkpoint must contain; errors as for its parts."""
+    shapes = tensor_shapes(weight_files(checkpoint))
+    return {name: shape for name, shape in shapes.items() if not is_carried(name, num_layers=info.num_layers)}
+
+
 def published_shapes(update: WeightUpdate, *, timeout_s: float) -> Shapes:
     """Name -> shape of every tensor of a version, without their content.
 
@@ -70,3 +77,32 @@ def published_shapes(update: WeightUpdate, *, timeout_s: float) -> Shapes:
     from async_rl.weights.broadcast import described  # imports torch; a configuration does without
 
     return described(update.path.name, update.direct, timeout_s=timeout_s)
+
+
+def check_update(update: WeightUpdate, expected: Shapes, *, timeout_s: float) -> None:
+    """Refuse an update whose tensors differ from those of the served checkpoint in name or shape.
+
+    Args:
+        expected: names and shapes of the checkpoint's tensors.
+        timeout_s: see `published_shapes`.
+
+    Raises:
+        ContractError: the message names the version, the file and the tensors.
+    """
+    what = f"version {update.weights.version} in {update.path}"
+    try:
+        found = published_shapes(update, timeout_s=timeout_s)
+    except (CheckpointError, UpdateError) as error:
+        raise ContractError(f"cannot read version {update.weights.version} from {update.path}: {error}") from error
+    if absent := sorted(expected.keys() - found.keys()):
+        raise ContractError(
+            f"{what} lacks {len(absent)} tensors of the checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
+        )
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise ContractError(
+            f"{what} has {len(unknown)} tensors that the checkpoint lacks ({', '.join(unknown[:3])}, ...), which "
+            "an engine would skip; export with the checkpoint's tensor names"
+        )
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise ContractError(f"{what} has {name} of shape {list(shape)}; the checkpoint has {list(expected[name])}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -9,10 +11,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
+from async_rl.inference.spans import cut_into_segments
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
-from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, TokenOutput, WeightVersion
+from message_queue.tokens import (
+    Float32Array,
+    Int32Array,
+    RoutedExperts,
+    RoutingSpec,
+    StopReason,
+    TokenOutput,
+    WeightVersion,
+)
+
+STOP_REASONS = {reason.value: reason for reason in StopReason if reason is not StopReason.TOOL_CALL}
 
 
 def weight_label(weights: WeightVersion) -> str:
@@ -55,6 +68,74 @@ def check_request(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """An engine's answer to a request, not checked yet."""
+
+    names: tuple[str, str, str]
+    """Names of `token_ids`, `logprobs` and `kept` in the engine's own answer, for errors."""
+    reason: Any
+    """Why the request ended, a key of STOP_REASONS."""
+    token_ids: Any
+    """The n sampled tokens."""
+    scored: Any
+    """The n tokens that the logprobs are of; None if there are no logprobs."""
+    logprobs: Any
+    """n logprobs."""
+    experts: NDArray[Any] | None
+    """Expert ids [rows, layers, top_k] from position `request.existing_rows` on, with zeros in dense layers."""
+    in_order: bool
+    """Whether the engine returns forced experts in the order that they were given in."""
+    versions: Iterable[tuple[Any, Any, Any]]
+    """(`weight_label`, start, end) of the tokens that each weight version sampled."""
+    kept: Any
+    """Lists of the n token ids that each token was sampled from, in any order; None if there are none."""
+
+
+def checked_segments(
+    answer: Answer,
+    *,
+    request: GenerateRequest,
+    info: ModelInfo,
+    routing: RoutingSpec | None,
+    weights: WeightVersion,
+    loaded: Mapping[str, WeightVersion],
+    replica: str,
+) -> list[TokenOutput]:
+    """The segments of an answer, one per weight version that sampled.
+
+    Args:
+        routing: shape of the captured rows; None if no rows are captured.
+        weights: the loaded version, for an answer without tokens.
+        loaded: all versions that may have sampled tokens of this answer, by `weight_label`.
+        replica: name of the replica.
+
+    Raises:
+        ContractError: the answer does not fit the request or the model; names the field and the value.
+    """
+    if answer.reason not in STOP_REASONS:
+        raise ContractError(f"the engine's finish_reason is {answer.reason!r}; known are {', '.join(STOP_REASONS)}")
+    token_ids = _sampled_tokens(answer, request, info)
+    rows = support = None
+    if routing is not None and len(token_ids):
+        rows = _moe_rows(answer, len(token_ids), request=request, info=info, routing=routing)
+    if request.sampling.is_cut:
+        support = _support(answer, len(token_ids))
+    segments = cut_into_segments(
+        request,
+        token_ids=token_ids,
+        logprobs=_logprobs(answer, token_ids),
+        routed_experts=rows,
+        spans=_spans(answer, loaded) if len(token_ids) else [(weights, 0)],
+        stop_reason=STOP_REASONS[answer.reason],
+        replica=replica,
+        support=support,
+    )
+    for segment in segments:
+        segment.check(vocab_size=info.vocab_size, routing=routing, cut=request.sampling.is_cut)
+    return segments
+
+
 def numbers(values: Any, dtype: Any, field: str) -> NDArray[Any]:
     """A list in an answer as an array [n] of `dtype`.
 
@@ -73,51 +154,6 @@ def numbers(values: Any, dtype: Any, field: str) -> NDArray[Any]:
     if array.ndim != 1:
         raise ContractError(f"the engine's {field} has shape {list(array.shape)}; need one number per token")
     return array
-
-
-def sampled_tokens(values: Any, field: str, *, request: GenerateRequest, info: ModelInfo) -> Int32Array:
-    """The sampled tokens of an answer, int32 [n].
-
-    Raises:
-        ContractError: there are more than `request.max_new_tokens`, or ids outside the vocabulary.
-    """
-    token_ids = numbers(values, np.int64, field)
-    if len(token_ids) > request.max_new_tokens:
-        raise ContractError(
-            f"the engine's {field} has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
-        )
-    if len(token_ids):
-        _check_vocabulary(token_ids, f"the engine's {field}", info)
-    return token_ids.astype(np.int32)
-
-
-def rows_shape(
-    request: GenerateRequest, sampled: int, *, info: ModelInfo, routing: RoutingSpec
-) -> tuple[int, int, int]:
-    """Shape (rows, layers, top_k) of the routing for `sampled` tokens; layers include dense layers."""
-    return (len(request.token_ids) + sampled - 1 - request.existing_rows, info.num_layers, routing.top_k)
-
-
-def moe_rows(experts: NDArray[Any], *, request: GenerateRequest, routing: RoutingSpec, in_order: bool) -> RoutedExperts:
-    """The rows of the MoE layers, checked against the model and against the forced experts of the request.
-
-    Args:
-        experts: integer [rows, layers, top_k] of all layers; the first row has position `request.existing_rows`.
-        in_order: whether the engine returns forced experts in the order that they were given in.
-
-    Raises:
-        ContractError: expert ids are out of range, or rows differ from the forced experts.
-    """
-    routed = experts[:, list(routing.layers)]
-    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
-        raise ContractError(
-            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
-            f"the model has {routing.num_experts}"
-        )
-    rows = RoutedExperts(first_position=request.existing_rows, experts=routed.astype(routing.dtype, order="C"))
-    if request.forced_experts is not None:
-        _check_forced(rows, request.forced_experts, in_order=in_order)
-    return rows
 
 
 def kept_tokens(sets: Any, field: str) -> SamplingSupport:
@@ -139,17 +175,73 @@ def kept_tokens(sets: Any, field: str) -> SamplingSupport:
     return SamplingSupport.pack(counts, ids[np.lexsort((ids, positions))])
 
 
-def check_segments(
-    segments: list[TokenOutput], *, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec | None
-) -> list[TokenOutput]:
-    """Check each segment against the contract, and return the segments.
+def _sampled_tokens(answer: Answer, request: GenerateRequest, info: ModelInfo) -> Int32Array:
+    field = answer.names[0]
+    token_ids = numbers(answer.token_ids, np.int64, field)
+    if len(token_ids) > request.max_new_tokens:
+        raise ContractError(
+            f"the engine's {field} has {len(token_ids)} tokens; the request is for {request.max_new_tokens}"
+        )
+    if len(token_ids):
+        _check_vocabulary(token_ids, f"the engine's {field}", info)
+    return token_ids.astype(np.int32)
 
-    Raises:
-        ContractError: a segment breaks the contract.
-    """
-    for segment in segments:
-        segment.check(vocab_size=info.vocab_size, routing=routing, cut=request.sampling.is_cut)
-    return segments
+
+def _logprobs(answer: Answer, token_ids: Int32Array) -> Float32Array:
+    if not len(token_ids):
+        return np.zeros(0, np.float32)
+    field, scored = answer.names[1], answer.scored
+    if scored is None or list(scored) != token_ids.tolist():
+        raise ContractError(
+            f"the engine's {field} are not of its {len(token_ids)} sampled tokens: "
+            f"{None if scored is None else f'{len(scored)} entries, for {list(scored)[:5]}...'}"
+        )
+    return numbers(answer.logprobs, np.float32, field)
+
+
+def _support(answer: Answer, sampled: int) -> SamplingSupport:
+    if not sampled:
+        return SamplingSupport.whole(0)
+    field = answer.names[2]
+    if answer.kept is None:
+        raise ContractError(f"the engine's {field} is None for {sampled} tokens of a cut distribution")
+    return kept_tokens(answer.kept, field)
+
+
+def _moe_rows(
+    answer: Answer, sampled: int, *, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec
+) -> RoutedExperts:
+    """The rows of the MoE layers, checked against the model and against the forced experts of the request."""
+    expected = (len(request.token_ids) + sampled - 1 - request.existing_rows, info.num_layers, routing.top_k)
+    if answer.experts is None or answer.experts.shape != expected:
+        raise ContractError(
+            f"the engine's routed_experts has shape {None if answer.experts is None else list(answer.experts.shape)}; "
+            f"need {list(expected)} (rows from position {request.existing_rows}, layers, top_k)"
+        )
+    routed = answer.experts[:, list(routing.layers)]
+    if routed.size and not 0 <= int(routed.min()) <= int(routed.max()) < routing.num_experts:
+        raise ContractError(
+            f"the engine's routed_experts has expert ids {int(routed.min())}..{int(routed.max())}; "
+            f"the model has {routing.num_experts}"
+        )
+    rows = RoutedExperts(first_position=request.existing_rows, experts=routed.astype(routing.dtype, order="C"))
+    if request.forced_experts is not None:
+        _check_forced(rows, request.forced_experts, in_order=answer.in_order)
+    return rows
+
+
+def _spans(answer: Answer, loaded: Mapping[str, WeightVersion]) -> list[tuple[WeightVersion, int]]:
+    """(weights, number of tokens that they sampled) in order."""
+    spans: list[tuple[WeightVersion, int]] = []
+    at = 0
+    for label, start, end in answer.versions:
+        if label not in loaded:
+            raise ContractError(f"the engine's weight_versions has {label!r}; loaded were {', '.join(loaded)}")
+        if not isinstance(end, int) or start != at or end <= at:
+            raise ContractError(f"the engine's weight_versions has a span {start}..{end} after {at} tokens")
+        spans.append((loaded[label], end - at))
+        at = end
+    return spans
 
 
 def _check_vocabulary(token_ids: NDArray[Any], field: str, info: ModelInfo) -> None:

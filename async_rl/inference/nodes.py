@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from async_rl.weights.store import STORE_VARIABLE, LocalStore
+from async_rl.weights.digest import STORE_VARIABLE
+from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, WeightUpdate
 
 NUM_PORTS = 8  # SGLang takes up to 7 successive ones from the first on, vLLM 2
@@ -93,7 +94,10 @@ class NodeProcess:
 
     def __init__(self, pid: int, *, wait: Callable[[], int | None]) -> None:
         self.pid = pid
+        self.death: str | None = None
+        """Why the process has ended; None until it has."""
         self._wait = wait
+        self._on_death: Callable[[str], None] = lambda _: None
         self._dead = asyncio.Event()
         self._pidfd = os.pidfd_open(pid)
         self._loop = asyncio.get_running_loop()
@@ -102,19 +106,28 @@ class NodeProcess:
     async def until_dead(self) -> str:
         """Return the reason when the process has ended; the rest of its group is killed then."""
         await self._dead.wait()
-        return f"engine process {self.pid} died, exit code {self._wait()}"
+        return str(self.death)
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` with the reason when the process ends before `stop`."""
+        self._on_death = on_death
+        if self.death is not None:
+            on_death(self.death)
 
     async def stop(self) -> None:
         """Kill the group and wait for its first process."""
-        self._kill()
+        self._on_death = lambda _: None
+        if self.death is None:
+            self._kill()
         await self._dead.wait()
-        await asyncio.to_thread(self._wait)
 
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._kill()
+        self.death = f"engine process {self.pid} died, exit code {self._wait()}"
         self._dead.set()
+        self._on_death(self.death)
 
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

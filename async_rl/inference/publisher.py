@@ -33,9 +33,10 @@ from typing import Literal, Protocol, assert_never
 from agent_loop.timeline import OpenSpan
 from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publish_state import PublishState
-from async_rl.inference.replica import DeliveryError, EngineReplica, KVPolicy
+from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
 from message_queue.errors import EngineError, ReplicaLostError
@@ -46,10 +47,10 @@ SyncMode = Literal["at_once", "rolling", "staged"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport:
-    """Durations and counts of one publish."""
+    """Durations and counts of one publish, or of one replica's part in it."""
 
     seconds: float
-    """Seconds from the first pause, or from the start of the staging, to the last resume."""
+    """Seconds from the first pause, or from the start of the staging, to the last resume; of a replica its pause."""
     pause_seconds: float
     """Seconds of the longest pause of one replica."""
     aborted: int
@@ -60,18 +61,6 @@ class PublishReport:
     def metrics(self) -> dict[str, float]:
         """The durations under their keys in `async_rl.metrics.registry.METRICS`."""
         return {"sync/seconds": self.seconds, "sync/pause_seconds": self.pause_seconds}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Load:
-    """One replica's part of a publish."""
-
-    pause_seconds: float
-    """Seconds from pause to resume."""
-    aborted: int
-    """Partial segments."""
-    frozen: int
-    """Requests that stayed in the engine."""
 
 
 class _WrongLoad(EngineError):
@@ -297,9 +286,9 @@ class Publisher:
         state: PublishState,
         members: Mapping[str, Member],
         probe: Callable[[Member], None] | None,
-    ) -> list[_Load]:
+    ) -> list[PublishReport]:
         """Load the version on each replica, as many at a time as the state allows."""
-        done: list[_Load] = []
+        done: list[PublishReport] = []
 
         async def load(member: Member) -> None:
             if self._max_paused is not None:
@@ -353,7 +342,7 @@ class Publisher:
         state: PublishState,
         *,
         paused: Callable[[], None] | None = None,
-    ) -> _Load:
+    ) -> PublishReport:
         started, aborted, frozen = time.monotonic(), 0, 0
         kv: KVPolicy = "recompute"
         with self._span("pause", replica, update) as pause:
@@ -377,7 +366,8 @@ class Publisher:
                 await self._load_weights(replica, update, kv=kv)
             state.compare(replica.name, await replica.call(EngineReplica.checksum))
             await replica.call(EngineReplica.resume)
-        return _Load(pause_seconds=time.monotonic() - started, aborted=aborted, frozen=frozen)
+        seconds = time.monotonic() - started
+        return PublishReport(seconds=seconds, pause_seconds=seconds, aborted=aborted, frozen=frozen)
 
     async def _load_weights(self, replica: PoolReplica, update: WeightUpdate, *, kv: KVPolicy) -> None:
         try:

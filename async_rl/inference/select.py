@@ -107,7 +107,7 @@ async def start_node(
     os.environ.update(node_environment(place))
     if isinstance(config, VllmConfig):
         os.environ.update(vllm_config.device_environment(config))
-        from async_rl.inference.vllm.node import start_node as start_vllm_node
+        from async_rl.inference.vllm.process import start_node as start_vllm_node
 
         return start_vllm_node(
             config,

@@ -12,7 +12,6 @@ from annotated_types import Ge, Gt, Le
 from agent_loop.bounds import Count, bounded
 from async_rl.weights.model_info import ModelInfo
 
-LAYOUT = ("tensor_parallel", "data_parallel", "expert_parallel", "nodes")
 ASSUMED_GPU_BYTES = 80e9  # of an H100, where this machine has no GPU to ask
 Device = Literal["cpu", "cuda"]
 

@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from annotated_types import Ge
 
@@ -50,14 +50,9 @@ class RestartLimit:
         return True
 
 
-class ReplicaFactory(Protocol):
-    def __call__(self, lost: PoolReplica, /, *, slot: int, name: str) -> Awaitable[PoolReplica]:
-        """Remove the remains of `lost` and start a replica called `name` in its place.
-
-        Raises:
-            EngineError: it did not start.
-        """
-        ...
+ReplicaFactory = Callable[..., Awaitable[PoolReplica]]
+"""`start(lost, slot=slot, name=name)` removes the remains of `lost` and starts a replica called `name` in its place. It
+raises EngineError if that does not start."""
 
 
 class Supervisor:

@@ -21,12 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from async_rl.files.masking import mask_text
-from async_rl.metrics.recorder import StepRecord
+from async_rl.metrics.registry import StepRecord
 from async_rl.metrics.validation import ValidationResult
 
-NOTES = logging.getLogger("async_rl")
+NOTES, STEPS = logging.getLogger("async_rl"), logging.getLogger("async_rl.steps")
 LIBRARIES = logging.getLogger("py.warnings")  # Python's warnings
-STEPS = logging.getLogger("async_rl.steps")
 _COLUMNS = (
     ("step", "train_step", "{:.0f}"),
     ("reward", "reward/mean", "{:.3f}"),
@@ -42,12 +41,10 @@ _COLUMNS = (
     ("tok/s", "throughput/tokens_per_s", "{:.0f}"),
     ("mfu", "throughput/mfu", "{:.0%}"),
 )
-_OPTIONAL = ("throughput/mfu",)
-"""Metrics whose column is only there if they are."""
+_OPTIONAL = ("throughput/mfu",)  # their column is only there if they are
 _SHOWN_STEPS = 12
 AVERAGED = ("idle/trainer", "idle/rollout", "throughput/tokens_per_s")
-"""Metrics that are shown as means over the last batches, because single batches swing."""
-WINDOW = 10  # batches in such a mean
+WINDOW = 10  # batches in the means of AVERAGED, because single batches swing
 WARNING_CHARS = 240  # of the last warning, about three lines of 80 characters
 
 
@@ -87,6 +84,7 @@ class RunConsole:
             NOTES.addHandler(handler)
 
     def step(self, record: StepRecord) -> None:
+        """Show the metrics of a batch."""
         self._end_phases()
         left, metrics = self._time_left(record), self._averaged(record)
         shown = [column for column in _COLUMNS if column[1] not in _OPTIONAL or column[1] in metrics]
@@ -96,13 +94,21 @@ class RunConsole:
             self._view.add(cells, step=int(record.metrics["train_step"]), left=left)
 
     def validation(self, train_step: int, result: ValidationResult) -> None:
+        """Show the result of a validation that was requested after `train_step`."""
         self._end_phases()
-        text = _validation_text(train_step, result)
+        of = "held-out prompts" if result.samples == 1 else f"rollouts of {result.prompts} held-out prompts"
+        sets = "".join(f"; {name}: {_success(each)}" for name, each in result.sets.items())
+        text = (
+            f"validation at step {train_step}: {_success(result)} on {result.num_rollouts - result.failed} {of}, "
+            f"{result.failed} failed, {result.cut_off} cut off, "
+            f"weights {result.min_version}..{result.max_version}{sets}"
+        )
         STEPS.info("%s", text)
         if self._view is not None:
-            self._view.set_footer(text)
+            self._view.footer = text
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
+        """Show a message. level: of Python's logging."""
         text = mask_text(text)
         NOTES.log(level, "%s", text)
         if self._view is not None and level >= logging.WARNING:
@@ -113,7 +119,7 @@ class RunConsole:
         self.note(text, level=logging.WARNING)
 
     def phase(self, process: str, text: str) -> None:
-        """Say what a process, or several of a kind, does. All are shown until the next step or validation.
+        """Show what a process, or several of a kind, does. All are shown until the next step or validation.
 
         On a terminal they are one line that lives, elsewhere a line for each change.
         """
@@ -125,6 +131,7 @@ class RunConsole:
             self._view.set_status("  ".join(f"{name}: {each}" for name, each in self._phases.items()))
 
     def close(self) -> None:
+        """Flush the output and restore the terminal."""
         if self._view is not None:
             self._view.close()
         logging.captureWarnings(False)
@@ -146,12 +153,12 @@ class RunConsole:
         """
         metrics = dict(record.metrics)
         tokens, rate = sum(record.staleness_tokens.values()), metrics.get("throughput/tokens_per_s", 0.0)
-        if tokens and rate > 0:
-            self._recent.append((tokens / rate, metrics))
-            seconds = sum(each for each, _ in self._recent)
-            means = {key: sum(each * m.get(key, math.nan) for each, m in self._recent) / seconds for key in AVERAGED}
-            return metrics | means
-        return metrics
+        if not (tokens and rate > 0):
+            return metrics
+        self._recent.append((tokens / rate, metrics))
+        seconds = sum(each for each, _ in self._recent)
+        means = {key: sum(each * m.get(key, math.nan) for each, m in self._recent) / seconds for key in AVERAGED}
+        return metrics | means
 
     def _time_left(self, record: StepRecord) -> str:
         """Minutes:seconds; `--:--` for the first step and when a step is repeated after a restart.
@@ -162,8 +169,7 @@ class RunConsole:
         if self._first is None or step <= self._first[0]:
             self._first = (step, now)
             return "--:--"
-        seconds = (now - self._first[1]) / (step - self._first[0]) * (self._total - step)
-        return _clock(seconds)
+        return _clock((now - self._first[1]) / (step - self._first[0]) * (self._total - step))
 
 
 class LiveView:
@@ -172,34 +178,30 @@ class LiveView:
     Args:
         total: train steps of the run.
         log: file that has all warnings.
+
+    Attributes:
+        footer: line below the table.
     """
 
     def __init__(self, *, total: int, log: Path) -> None:
         self._total = total
         self._log = log
-        self._rows: list[dict[str, str]] = []
-        self._footer = self._warning = ""
-        self._num_warnings = 0
-        self._spinner: Spinner | None = None
-        self._status, self._since = "", 0.0
-        self._done = 0
+        self._rows: deque[dict[str, str]] = deque(maxlen=_SHOWN_STEPS)
+        self.footer = self._warning = self._status = ""
+        self._num_warnings = self._done = 0
+        self._spinner = Spinner("dots")
         self._left = "--:--"
-        self._started = time.monotonic()
+        self._started = self._since = time.monotonic()
         self._live = Live(get_renderable=self._render, refresh_per_second=4)
         self._live.start()
 
     def add(self, cells: dict[str, str], *, step: int, left: str) -> None:
         """Show a step. cells: title of a column -> its cell; left: time left."""
-        self._rows = [*self._rows[1 - _SHOWN_STEPS :], cells]
+        self._rows.append(cells)
         self._done, self._left = step, left
-
-    def set_footer(self, text: str) -> None:
-        """Show a line below the table."""
-        self._footer = text
 
     def set_status(self, text: str) -> None:
         """Show what the run waits for, with the seconds; "" for nothing."""
-        self._spinner = (self._spinner or Spinner("dots")) if text else None
         self._status, self._since = text, time.monotonic()
 
     def warn(self, text: str) -> None:
@@ -209,7 +211,7 @@ class LiveView:
 
     def close(self) -> None:
         """Restore the terminal; the last state of the view stays."""
-        self._spinner = None
+        self._status = ""
         self._live.stop()
 
     def _render(self) -> Group:
@@ -223,12 +225,12 @@ class LiveView:
             for row in self._rows:
                 table.add_row(*(row.get(title, "-") for title in titles))
             parts.append(table)
-        if self._footer:
-            parts.append(Text(self._footer))
+        if self.footer:
+            parts.append(Text(self.footer))
         if self._warning:
             count = "1 warning" if self._num_warnings == 1 else f"last of {self._num_warnings} warnings"
             parts.append(Text(f"{count} (all in {self._log}): {self._warning}", style="yellow"))
-        if self._spinner is not None:
+        if self._status:
             self._spinner.update(text=Text(f"{self._status}  {time.monotonic() - self._since:.0f} s"))
             parts.append(self._spinner)
         bar = ProgressBar(total=self._total, completed=self._done, width=30)
@@ -239,21 +241,12 @@ class LiveView:
 
 def _clock(seconds: float) -> str:
     """Minutes:seconds: 75.2 is 01:15."""
-    return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
+    return "{:02d}:{:02d}".format(*divmod(int(seconds), 60))
 
 
 def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
     value = metrics.get(key, math.nan)
     return form.format(value) if math.isfinite(value) else "-"
-
-
-def _validation_text(train_step: int, result: ValidationResult) -> str:
-    of = "held-out prompts" if result.samples == 1 else f"rollouts of {result.prompts} held-out prompts"
-    sets = "".join(f"; {name}: {_success(each)}" for name, each in result.sets.items())
-    return (
-        f"validation at step {train_step}: {_success(result)} on {result.num_rollouts - result.failed} {of}, "
-        f"{result.failed} failed, {result.cut_off} cut off, weights {result.min_version}..{result.max_version}{sets}"
-    )
 
 
 def _success(result: ValidationResult) -> str:

@@ -28,35 +28,26 @@ def draw_curves(runs: Sequence[RunRecord]) -> Figure:
     figure = Figure(figsize=(16, 7), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(2, 4).ravel()
-    for run, colour in zip(runs, _colours(len(runs)), strict=True):
-        points = [(v["train_step"], v["validation/success"]) for v in run.validations]
-        points = [(step, success) for step, success in points if success is not None]  # None: every rollout failed
-        steps, success = np.array(points, np.float64).reshape(-1, 2).T
-        axes[0].plot(steps, success, marker="o", color=colour, label=run.name)
+    for number, run in enumerate(runs):
+        axes[0].plot(*run.column("validation/success"), marker="o", color=f"C{number}", label=run.name)
     _finish(axes[0], "held-out success")
-    include_unit_interval(axes[0])
+    _include_unit_interval(axes[0])
     for axis, (title, keys) in zip(axes[1:], _PANELS, strict=True):
-        for run, colour in zip(runs, _colours(len(runs)), strict=True):
+        for number, run in enumerate(runs):
             for key, style in zip(keys, _STYLES, strict=False):
-                steps, values = run.column(key)
-                label = key if run is runs[0] and len(keys) > 1 else None
-                axis.plot(steps, values, style, color=colour, markersize=4, linewidth=1.2, label=label)
+                label = key if number == 0 and len(keys) > 1 else None
+                axis.plot(*run.column(key), style, color=f"C{number}", markersize=4, linewidth=1.2, label=label)
         _finish(axis, title)
         if title.startswith("mismatch"):
             axis.set_yscale("log")
     return figure
 
 
-def include_unit_interval(axis: Axes) -> None:
+def _include_unit_interval(axis: Axes) -> None:
     """Widen the limits of the data to 0 and 1, the range of most rewards; other rewards stay inside."""
     low, high = axis.dataLim.intervaly if axis.lines and np.isfinite(axis.dataLim.intervaly).all() else (0.0, 1.0)
     margin = 0.03 * (max(high, 1.0) - min(low, 0.0))
     axis.set_ylim(min(low, 0.0) - margin * (low < 0), max(high, 1.0) + margin * (high > 1))
-
-
-def _colours(count: int) -> list[str]:
-    """A matplotlib colour per run."""
-    return [f"C{i}" for i in range(count)]
 
 
 def _finish(axis: Axes, title: str) -> None:

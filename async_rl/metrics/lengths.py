@@ -41,14 +41,14 @@ class Lengths:
         """
         lengths, left = survival(self._offered)
         given_up = sum(not finished for _, finished in self._offered)
-        found = {
+        lengths_trained = np.array(self._trained or [np.nan], np.float64)
+        trained = np.quantile(lengths_trained, [*QUANTILES.values()], method="inverted_cdf").tolist()
+        return {
             "length/offered_mean": float(np.diff(lengths, prepend=0) @ np.concatenate([[1.0], left])[:-1]),
             "length/given_up_fraction": given_up / max(1, len(self._offered)),
+            **{f"length/offered_{name}": _first_below(lengths, left, 1 - q) for name, q in QUANTILES.items()},
+            **{f"length/trained_{name}": length for name, length in zip(QUANTILES, trained, strict=True)},
         }
-        for name, share in QUANTILES.items():
-            found[f"length/offered_{name}"] = _first_below(lengths, left, 1 - share)
-            found[f"length/trained_{name}"] = _quantile(self._trained, share)
-        return found
 
 
 def survival(lengths: Iterable[tuple[int, bool]]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -77,7 +77,3 @@ def _first_below(lengths: NDArray[np.int64], left: NDArray[np.float64], share: f
         return float("nan")
     below = np.flatnonzero(left <= share + 1e-9)
     return float(lengths[below[0] if len(below) else -1])
-
-
-def _quantile(window: Sequence[int], share: float) -> float:
-    return float(np.quantile(window, share, method="inverted_cdf")) if window else float("nan")

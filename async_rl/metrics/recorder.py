@@ -1,76 +1,43 @@
-"""Records of a run: the `.jsonl` files of its directory, trackers, and the console."""
+"""Records of a run: the `.jsonl` files of its directory, trackers, and the console.
+
+A resumed run truncates the files to its checkpoint, so that no step or group appears twice.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from agent_loop.user_errors import Failure
-from async_rl.files.atomic_dir import make_folder, sync_path
+from async_rl.files.atomic_dir import make_folder, sync_path, whole_file
+from async_rl.files.jsonl import read_lines
 from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig
 from async_rl.metrics.callbacks import Kind
+from async_rl.metrics.console import RunConsole
 from async_rl.metrics.lengths import Lengths
-from async_rl.metrics.registry import METRICS, metric_of
+from async_rl.metrics.registry import METRICS, StepRecord
 from async_rl.metrics.trackers import Trackers
-from async_rl.metrics.truncation import ENDED_UNRECORDED, missing_records, truncate_records, unrecorded_groups
 from async_rl.metrics.validation import ValidationResult, write_rollouts
+from message_queue.ledger import Drop, DropKind
 
-_NUMBER = re.compile(r"\d+")
 WITHOUT_SIGNAL = 5
 """Batches in a row without any advantage until the run warns."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """Record of one batch and its train steps.
-
-    Raises:
-        ValueError: a metric is not in `async_rl.metrics.registry.METRICS`.
-    """
-
-    metrics: Mapping[str, float]
-    """Key -> value; `train_step` is required."""
-    staleness_tokens: Mapping[int, int]
-    """Staleness in optimizer steps -> tokens in the loss."""
-    schedule: Sequence[Mapping[str, Any]] | None = None
-    """A record per group, see `async_rl.rollout.schedule`; None writes no line to schedule.jsonl."""
-
-    def __post_init__(self) -> None:
-        unknown = sorted(key for key in self.metrics if metric_of(key) is None)
-        if unknown:
-            raise ValueError(f"metrics {unknown} are not in metrics.registry.METRICS; add them with their reduction")
-
-
-class Console(Protocol):
-    """Output for the user during a run."""
-
-    def step(self, record: StepRecord) -> None:
-        """Show the metrics of a batch."""
-        ...
-
-    def validation(self, train_step: int, result: ValidationResult) -> None:
-        """Show the result of a validation that was requested after `train_step`."""
-        ...
-
-    def note(self, text: str, *, level: int = logging.INFO) -> None:
-        """Show a message. level: of Python's logging."""
-        ...
-
-    def phase(self, process: str, text: str) -> None:
-        """Show what a process does."""
-        ...
-
-    def close(self) -> None:
-        """Flush the output and restore the terminal."""
-        ...
+ENDED_UNRECORDED = Drop(DropKind.UNRECORDED, "the run was killed")
+RECORD_LOST = Drop(
+    DropKind.RECORD_LOST, "the group was trained before the checkpoint or dropped; the file is incomplete"
+)
+_OF_STEPS = ("metrics", "validation", "schedule")
+"""Names of the files whose lines have a train step."""
 
 
 class Recorder:
@@ -95,21 +62,19 @@ class Recorder:
         self,
         directory: Path,
         *,
-        console: Console | None,
+        console: RunConsole | None,
         trackers: Trackers | None = None,
         rollouts: RecordConfig | None = None,
         tell: Callable[[Kind, int, Mapping[str, float]], None] = lambda _kind, _step, _metrics: None,
     ) -> None:
         make_folder(directory)
-        self._tell = tell
+        self._directory, self._console, self._tell = directory, console, tell
+        self._trackers = trackers or Trackers({}, warn=self.warn)
+        self._files = self._open()
         self._last: Mapping[str, float] = {}
-        self._directory = directory
-        self._open()
-        self._console = console
-        self._trackers = trackers
         self.lengths = Lengths()
         self.checkpointed = asyncio.Event()
-        self._warned: dict[tuple[str, str], int] = {}
+        self._warned = Counter[tuple[str, str]]()
         self._without_signal = 0  # batches in a row
         self._failed = FailedRollouts(directory / FOLDER, config=rollouts or RecordConfig(steps=0))
         self._train_step = 0
@@ -129,11 +94,12 @@ class Recorder:
             trained: number of groups trained up to `train_step`. The ledger must have all these groups, and the step
                 files all steps. None skips this check, for a checkpoint of another run.
         """
-        self._close_files()
         self._train_step = train_step
         lost = [] if trained is None else missing_records(self._directory, train_step=train_step, trained=trained)
         truncate_records(self._directory, train_step=train_step, next_group=next_group, live=live)
-        self._open()
+        for file in self._files.values():
+            file.close()
+        self._files = self._open()
         unrecorded = unrecorded_groups(self._directory, next_group=next_group, live=live, lost=bool(lost))
         self.ledger(unrecorded)
         for text in lost:
@@ -146,7 +112,7 @@ class Recorder:
 
         No flush is needed: the files are line-buffered, and a record is a line.
         """
-        for file in self._files():
+        for file in self._files.values():
             os.fsync(file.fileno())
         sync_path(self._directory)
 
@@ -154,23 +120,19 @@ class Recorder:
         """Record the train steps of one batch."""
         metrics = {**record.metrics, **self.lengths.metrics()}
         step = self._train_step = int(metrics["train_step"])
-        listed = [key for key in METRICS if key in metrics]
-        line: dict[str, Any] = {key: metrics[key] for key in (*listed, *(key for key in metrics if key not in METRICS))}
-        line["staleness/tokens"] = {str(lag): n for lag, n in record.staleness_tokens.items()}
-        self._metrics.write(_json_line(line))
+        listed = {key: metrics[key] for key in METRICS if key in metrics}
+        self._write("metrics", {**listed, **metrics, "staleness/tokens": dict(record.staleness_tokens)})
         if record.schedule is not None:
             made = int(metrics.get("optimizer_steps", 1))
-            self._schedule.write(_json_line({"train_step": step, "optimizer_steps": made, "groups": record.schedule}))
-        if self._trackers is not None:
-            self._trackers.log(metrics, step)
+            self._write("schedule", {"train_step": step, "optimizer_steps": made, "groups": record.schedule})
+        self._trackers.log(metrics, step)
         self._last = metrics
         self._tell("step", step, metrics)
         if self._console is not None:
-            self._console.step(StepRecord(metrics=metrics, staleness_tokens=record.staleness_tokens))
-        self._without_signal += 1
-        if metrics.get("reward/groups_without_signal", 0) < 1:
-            self._without_signal = 0
-        elif self._without_signal == WITHOUT_SIGNAL:
+            self._console.step(replace(record, metrics=metrics))
+        is_without = metrics.get("reward/groups_without_signal", 0) >= 1
+        self._without_signal = self._without_signal + 1 if is_without else 0
+        if self._without_signal == WITHOUT_SIGNAL:
             self.warn(
                 f"in {WITHOUT_SIGNAL} batches in a row all rewards of each group were equal, so that no advantage is "
                 "left; look at the newest rollouts, then change the prompts, the reward or rollout.sampling.temperature"
@@ -179,10 +141,9 @@ class Recorder:
     def validation(self, train_step: int, result: ValidationResult) -> None:
         """Record one round over the held-out prompts, requested after `train_step`."""
         metrics = result.metrics()
-        self._validation.write(_json_line({"train_step": train_step, **metrics}))
-        if self._trackers is not None:
-            self._trackers.log(metrics, train_step)
-            self._trackers.table(result.rows(train_step), train_step)
+        self._write("validation", {"train_step": train_step, **metrics})
+        self._trackers.log(metrics, train_step)
+        self._trackers.table(result.rows(train_step), train_step)
         self._tell("validation", train_step, metrics)
         if self._console is not None:
             self._console.validation(train_step, result)
@@ -206,7 +167,7 @@ class Recorder:
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append the outcomes of groups."""
         for record in records:
-            self._ledger.write(_json_line(record))
+            self._write("ledger", record)
 
     def note(self, text: str, *, level: int = logging.INFO) -> None:
         """Show a message on the console. level: of Python's logging."""
@@ -224,31 +185,23 @@ class Recorder:
         only.
         """
         text = failure.text
-        kind = (failure.kind, failure.line or _NUMBER.sub("#", text))
-        self._warned[kind] = count = self._warned.get(kind, 0) + 1
+        kind = (failure.kind, failure.line or re.sub(r"\d+", "#", text))
+        self._warned[kind] += 1
+        count = self._warned[kind]
         if count == 10 ** (len(str(count)) - 1):
             self.warn(text if count == 1 else f"{count} times so far: {text}")
 
     def close(self) -> None:
         """Flush and close every sink."""
-        self._close_files()
-        if self._trackers is not None:
-            self._trackers.close()
-        if self._console is not None:
-            self._console.close()
+        for sink in (*self._files.values(), self._trackers, self._console):
+            if sink is not None:
+                sink.close()
 
-    def _open(self) -> None:
-        self._metrics = (self._directory / "metrics.jsonl").open("a", buffering=1)
-        self._validation = (self._directory / "validation.jsonl").open("a", buffering=1)
-        self._schedule = (self._directory / "schedule.jsonl").open("a", buffering=1)
-        self._ledger = (self._directory / "ledger.jsonl").open("a", buffering=1)
+    def _open(self) -> dict[str, TextIO]:
+        return {name: (self._directory / f"{name}.jsonl").open("a", buffering=1) for name in (*_OF_STEPS, "ledger")}
 
-    def _files(self) -> Sequence[TextIO]:
-        return self._metrics, self._validation, self._schedule, self._ledger
-
-    def _close_files(self) -> None:
-        for file in self._files():
-            file.close()
+    def _write(self, name: str, record: Mapping[str, Any]) -> None:
+        self._files[name].write(strict_json(record) + "\n")
 
 
 def strict_json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
@@ -257,5 +210,83 @@ def strict_json(record: Mapping[str, Any], *, indent: int | None = None) -> str:
     return json.dumps(clean, allow_nan=False, indent=indent)
 
 
-def _json_line(record: Mapping[str, Any]) -> str:
-    return strict_json(record) + "\n"
+# ---- truncation to a checkpoint
+
+
+def truncate_records(
+    directory: Path, *, train_step: int, next_group: int | None = None, live: Collection[int] = ()
+) -> None:
+    """Remove records that do not belong to the checkpoint of `train_step`; each file is replaced atomically.
+
+    metrics.jsonl, validation.jsonl and schedule.jsonl keep lines up to `train_step`. ledger.jsonl keeps groups that
+    were trained up to `train_step` or dropped, without those of `live` and those from `next_group` on, because new
+    groups get these ids. Damaged lines are removed. The arguments are as in `Recorder.resume_after`.
+    """
+
+    def is_kept(line: Mapping[str, Any]) -> bool:
+        if "outcome" not in line:
+            return line["train_step"] <= train_step
+        group, outcome = line.get("group", 0), line["outcome"]
+        ended = outcome == "dropped" or (outcome == "trained" and line["train_step"] <= train_step)
+        return ended and group not in live and (next_group is None or group < next_group)
+
+    for path in (directory / f"{name}.jsonl" for name in (*_OF_STEPS, "ledger")):
+        if path.is_file():
+            with whole_file(path) as partial:
+                with partial.open("w") as file:
+                    file.writelines(json.dumps(line) + "\n" for line in _lines(path) if is_kept(line))
+                sync_path(partial)
+
+
+def missing_records(directory: Path, *, train_step: int, trained: int) -> list[str]:
+    """Describe records that are missing although the checkpoint includes them, one sentence per file.
+
+    Call this before `truncate_records`. Records are synced before the checkpoint is written: they are missing only if a
+    file was changed or the disk failed. A line of metrics.jsonl covers the `optimizer_steps` steps up to its
+    `train_step`; with the lines (train_step=2, optimizer_steps=2) and (6, 2) and a checkpoint of step 6 the steps 3 and
+    4 are missing. Steps before the first line are not expected, because they may be in the directory of another run.
+    """
+    found = {
+        name: {
+            step
+            for line in _lines(directory / name)
+            for step in range(line["train_step"] - line.get("optimizer_steps", 1) + 1, line["train_step"] + 1)
+        }
+        for name in ("metrics.jsonl", "schedule.jsonl")
+    }
+    lost: list[str] = []
+    for name, steps in found.items():
+        missing = sorted(set(range(min(steps, default=1), train_step + 1)) - steps)
+        if missing and (steps or name == "metrics.jsonl"):
+            lost.append(f"{name} lacks {len(missing)} train steps, {missing[0]} to {missing[-1]}")
+    if min(found["metrics.jsonl"], default=1) == 1:  # else earlier groups are in the records of another run
+        lines = _lines(directory / "ledger.jsonl")
+        recorded = sum(line["outcome"] == "trained" and line["train_step"] <= train_step for line in lines)
+        if recorded < trained:
+            lost.append(f"ledger.jsonl has {recorded} of {trained} groups that were trained")
+    why = f"though the checkpoint of train step {train_step} is newer; the file was changed or cut by a power loss"
+    return [f"{text}, {why}. The run continues without these records" for text in lost]
+
+
+def unrecorded_groups(
+    directory: Path, *, next_group: int, live: Collection[int], lost: bool = False
+) -> list[dict[str, Any]]:
+    """Ledger records for groups that ended without one because the run was killed; their outcome is `dropped`.
+
+    Args:
+        lost: whether records of trained groups are missing too, so that the groups may have been trained; the reason
+            is then `RECORD_LOST`.
+    """
+    reason = RECORD_LOST if lost else ENDED_UNRECORDED
+    seen = {line.get("group") for line in _lines(directory / "ledger.jsonl")}
+    unknown = dict.fromkeys(("train_step", "segments", "tokens", "masked_tokens"))
+    known = {"admitted_version": None, "outcome": "dropped", "kind": reason.kind, "reason": str(reason)}
+    ended = (group for group in range(next_group) if group not in seen and group not in live)
+    return [{"group": group, **known, **unknown} for group in ended]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a file without damaged lines; none if the file does not exist."""
+    for line in read_lines(path, errors="replace") if path.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            yield json.loads(line)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,15 +33,6 @@ class Metric:
     """Shown in the report."""
 
 
-LAGS = ("lag0", "lag0_mixed", "lag1", "lag2", "lag3")
-"""Buckets of tokens by staleness.
-
-lag0        sampled by the current weights; they also computed the context: trainer and engine differ by rounding only.
-lag0_mixed  sampled by the current weights; older weights computed a part of the context.
-lag1, lag2  sampled by weights that are one and two updates old.
-lag3        sampled by weights that are three or more updates old.
-"""
-
 _OF_LAG = {
     "lag0": "tokens sampled by the current weights over a context that only they computed",
     "lag0_mixed": "tokens sampled by the current weights over a context that older weights computed in part",
@@ -48,6 +40,8 @@ _OF_LAG = {
     "lag2": "tokens sampled two updates ago",
     "lag3": "tokens sampled three or more updates ago",
 }
+LAGS = tuple(_OF_LAG)
+"""Buckets of tokens by staleness. In `lag0`, trainer and engine differ by rounding only."""
 FILTERS = {
     "clip": "sampled tokens whose ratio is clipped",
     "truncate": "sampled tokens whose weight is cut to its cap",
@@ -78,20 +72,22 @@ INFO = "info/"  # followed by a key of `Trajectory.info`
 def _by_lag(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Metrics over the tokens of each lag bucket."""
     return {
-        f"{key}_{lag}": Metric(metric.reduction, metric.unit, f"{key.partition('/')[2]} of {_OF_LAG[lag]}")
+        f"{key}_{lag}": replace(metric, meaning=f"{key.partition('/')[2]} of {tokens}")
         for key, metric in metrics.items()
-        for lag in LAGS
+        for lag, tokens in _OF_LAG.items()
     }
+
+
+def _by_sign(key: str, meaning: str) -> dict[str, Metric]:
+    """Shares of tokens by sign of the advantage."""
+    texts = {f"{key}_{sign}": f"{meaning} with {sign} advantage" for sign in ("positive", "negative")}
+    return {key: Metric("mean", "share", text) for key, text in texts.items()}
 
 
 def _filter_metrics(name: str, meaning: str) -> dict[str, Metric]:
     """Share of tokens that a filter changed: total, by sign of the advantage and by lag bucket."""
     total = {f"{name}/fraction": Metric("mean", "share", meaning)}
-    signs = {
-        f"{name}/fraction_{sign}": Metric("mean", "share", f"{meaning}, among tokens with {sign} advantage")
-        for sign in ("positive", "negative")
-    }
-    return total | signs | _by_lag(total)
+    return total | _by_sign(f"{name}/fraction", f"{meaning}, among tokens") | _by_lag(total)
 
 
 METRICS: dict[str, Metric] = {
@@ -121,14 +117,8 @@ METRICS: dict[str, Metric] = {
     "grad_norm": Metric("mean", "", "global norm before clipping"),
     "lr": Metric("last", "", "learning rate of the step"),
     "entropy": Metric("mean", "nat", "mean over sampled tokens, current policy"),
-    **_filter_metrics("clip", FILTERS["clip"]),
-    **_filter_metrics("truncate", FILTERS["truncate"]),
-    **_filter_metrics("mask", FILTERS["mask"]),
-    "kl/reference": Metric(
-        "mean",
-        "nat",
-        "mean k3 estimate of KL(current || reference), log ratios cut at 3 nat",
-    ),
+    **{key: metric for name, of in FILTERS.items() for key, metric in _filter_metrics(name, of).items()},
+    "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference), log ratios cut at 3 nat"),
     "kl/proximal": Metric("mean", "nat", "loss.kl_in=reward: log(proximal / reference), mean over tokens in the loss"),
     "kl/penalty": Metric("mean", "reward", "loss.kl_in=reward: mean over trajectories, subtracted from the reward"),
     "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
@@ -140,8 +130,7 @@ METRICS: dict[str, Metric] = {
     "staleness/max": Metric("max", "updates", "maximum over tokens in the loss"),
     "staleness/masked_tokens": Metric("sum", "tokens", "sampled tokens that are too old for the loss"),
     "staleness/masked_fraction": Metric("mean", "share", "masked share of the sampled tokens"),
-    "staleness/masked_fraction_positive": Metric("mean", "share", "masked share of tokens with positive advantage"),
-    "staleness/masked_fraction_negative": Metric("mean", "share", "masked share of tokens with negative advantage"),
+    **_by_sign("staleness/masked_fraction", "masked share of tokens"),
     **_MISMATCH,
     **_by_lag(_MISMATCH),
     "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest comparison of engine and trainer at equal weights"),
@@ -203,37 +192,43 @@ def metric_of(key: str) -> Metric | None:
     Also accepts keys that are not in METRICS because the model or the task determines them: routing metrics of a layer,
     and `info/` keys for `Trajectory.info`.
     """
-    found = split_layer(key)
-    if found is None:
-        custom = Metric("mean", "", "mean of this key of Trajectory.info over the trajectories that have it")
-        return METRICS.get(key, custom if key.startswith(INFO) else None)
-    whole, layer = ROUTING[found[0]], found[1]
-    return Metric(whole.reduction, whole.unit, f"{whole.meaning}, in layer {layer}")
+    if (found := split_layer(key)) is not None:
+        return replace(ROUTING[found[0]], meaning=f"{ROUTING[found[0]].meaning}, in layer {found[1]}")
+    custom = Metric("mean", "", "mean of this key of Trajectory.info over the trajectories that have it")
+    return METRICS.get(key, custom if key.startswith(INFO) else None)
 
 
-def batch_metrics(
-    groups: Sequence[GroupHead],
-    *,
-    update: int,
-    version_updates: Mapping[int, int],
-    min_update: int = 0,
-    mini_batches: Mapping[int, int] | None = None,
-) -> dict[str, float]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """Record of one batch and its train steps.
+
+    Raises:
+        ValueError: a metric is not in METRICS.
+    """
+
+    metrics: Mapping[str, float]
+    """Key -> value; `train_step` is required."""
+    staleness_tokens: Mapping[int, int]
+    """Staleness in optimizer steps -> tokens in the loss."""
+    schedule: Sequence[Mapping[str, Any]] | None = None
+    """A record per group, see `async_rl.rollout.schedule`; None writes no line to schedule.jsonl."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(key for key in self.metrics if metric_of(key) is None)
+        if unknown:
+            raise ValueError(f"metrics {unknown} are not in metrics.registry.METRICS; add them with their reduction")
+
+
+def batch_metrics(groups: Sequence[GroupHead], *, staleness_tokens: Mapping[int, int]) -> dict[str, float]:
     """Metrics that the trajectories of a batch determine.
 
     Args:
         groups: all groups of the batch, without failed trajectories.
-        update: optimizer updates of the weights at the start of the batch.
-        version_updates: `param_version` -> optimizer updates of the weights.
-        min_update: tokens sampled by weights with fewer optimizer updates are not in the loss.
-        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
+        staleness_tokens: their `staleness_histogram`.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
-    histogram = staleness_histogram(
-        groups, update=update, version_updates=version_updates, min_update=min_update, mini_batches=mini_batches
-    )
-    lags, tokens = np.array(list(histogram)), np.array(list(histogram.values()))
+    lags, tokens = np.array([*staleness_tokens]), np.array([*staleness_tokens.values()])
     p99 = np.searchsorted(tokens.cumsum(), math.ceil(0.99 * (tokens.sum() - 1)), side="right")
     return {
         "reward/mean": float(rewards.mean()),
@@ -258,25 +253,24 @@ def _signal_metrics(groups: Sequence[GroupHead]) -> dict[str, float]:
     several = [group for group in groups if len(group.trajectories) > 1]
     equal = [g for g in several if all(min(values) == max(values) for values in g.rewards_by_agent().values())]
     right = sum(sum(t.reward for t in group.trajectories) > 0 for group in equal)
-    num_groups = len(several) or math.nan
-    return {
-        "reward/groups_without_signal": len(equal) / num_groups,
-        "reward/groups_all_right": right / num_groups,
-        "reward/groups_all_wrong": (len(equal) - right) / num_groups,
-    }
+    counts = {"without_signal": len(equal), "all_right": right, "all_wrong": len(equal) - right}
+    return {f"reward/groups_{name}": count / (len(several) or math.nan) for name, count in counts.items()}
 
 
 def _outcome_metrics(trajectories: Sequence[TrajectoryHead]) -> dict[str, float]:
     """Shares of stop reasons, and the mean of each `info` key over the trajectories that have the key."""
-    found: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-        for key, value in trajectory.info.items():
-            found.setdefault(f"{INFO}{key}", []).append(value)
+    infos, reasons = [t.info for t in trajectories], [t.stop_reason for t in trajectories]
     return {
-        "rollout/cut_off_fraction": float(np.mean([t.stop_reason is StopReason.LENGTH for t in trajectories])),
-        "rollout/out_of_turns_fraction": float(np.mean([t.stop_reason is StopReason.TOOL_CALL for t in trajectories])),
-        **{key: float(np.mean(values)) for key, values in found.items()},
+        "rollout/cut_off_fraction": reasons.count(StopReason.LENGTH) / len(reasons),
+        "rollout/out_of_turns_fraction": reasons.count(StopReason.TOOL_CALL) / len(reasons),
+        **{f"{INFO}{key}": mean for key, mean in means_of(infos).items()},
     }
+
+
+def means_of(infos: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean of each key over the mappings that have it."""
+    keys = dict.fromkeys(key for info in infos for key in info)
+    return {key: float(np.mean([info[key] for info in infos if key in info])) for key in keys}
 
 
 def masking_metrics(
@@ -290,36 +284,24 @@ def masking_metrics(
         advantages: float32 [S].
     """
     masked = sampled - np.array(with_gradient, np.int64)
-
-    def share(of: NDArray[np.bool_]) -> float:
-        return float(masked[of].sum() / max(1, sampled[of].sum()))
-
+    parts = {"": np.ones(len(sampled), np.bool_), "_positive": advantages > 0, "_negative": advantages < 0}
+    shares = {name: float(masked[of].sum() / max(1, sampled[of].sum())) for name, of in parts.items()}
     return {
         "staleness/masked_tokens": float(masked.sum()),
-        "staleness/masked_fraction": share(np.ones(len(sampled), np.bool_)),
-        "staleness/masked_fraction_positive": share(advantages > 0),
-        "staleness/masked_fraction_negative": share(advantages < 0),
+        **{f"staleness/masked_fraction{name}": share for name, share in shares.items()},
     }
 
 
 def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
     """Metrics of the queue's content and ledger."""
     counts = snapshot.ledger
+    total = {f"ledger/{name}": value for name, value in counts.total().items()}
     return {
         "queue/ready": snapshot.ready,
         "queue/open": snapshot.open,
-        "ledger/admitted": counts.admitted,
-        "ledger/trained": counts.trained,
-        "ledger/dropped": counts.dropped,
-        "ledger/open": counts.open,
+        **{key: value for key, value in total.items() if key in METRICS},
         "ledger/requeued": counts.reasons.get(DropKind.REQUEUED, 0),
         "ledger/without_spread": counts.reasons.get(DropKind.NO_SPREAD, 0),
-        "ledger/error": counts.error,
-        "ledger/trained_tokens": counts.trained_tokens,
-        "ledger/masked_tokens": counts.masked_tokens,
-        "ledger/dropped_tokens": counts.dropped_tokens,
-        "ledger/open_tokens": counts.open_tokens,
-        "ledger/token_error": counts.token_error,
     }
 
 
@@ -331,16 +313,22 @@ def staleness_histogram(
     min_update: int = 0,
     mini_batches: Mapping[int, int] | None = None,
 ) -> dict[int, int]:
-    """Staleness in optimizer steps -> tokens in the loss, ascending. The arguments are as in `batch_metrics`.
+    """Staleness in optimizer steps -> tokens in the loss, ascending.
 
     A group with 4 tokens of version 4 and 2 of version 5, version v = v updates, update=5: {0: 2, 1: 4}. If the group
     is in mini-batch 1: {1: 2, 2: 4}.
+
+    Args:
+        groups: all groups of the batch, without failed trajectories.
+        update: optimizer updates of the weights at the start of the batch.
+        version_updates: `param_version` -> optimizer updates of the weights.
+        min_update: tokens sampled by weights with fewer optimizer updates are not in the loss.
+        mini_batches: group id -> mini-batch, from 0; None if the batch is one optimizer step.
     """
-    counts: dict[int, int] = {}
+    counts = Counter[int]()
     for group in groups:
         trained_at = update + (0 if mini_batches is None else mini_batches[group.group])
         for version, tokens in group.tokens_per_version().items():
             if version_updates[version] >= min_update:
-                lag = trained_at - version_updates[version]
-                counts[lag] = counts.get(lag, 0) + tokens
+                counts[trained_at - version_updates[version]] += tokens
     return dict(sorted(counts.items()))

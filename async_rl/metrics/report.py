@@ -11,11 +11,12 @@ import json
 import math
 import os
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import yaml
@@ -23,7 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
-from async_rl.files.masking import masked
+from async_rl.files.masking import dotted, masked
 from async_rl.files.rollouts import FOLDER, read_failed, read_steps
 from async_rl.files.starts import STARTS
 from async_rl.metrics.pages import json_script, packed_script, template
@@ -121,33 +122,24 @@ next to its limit shows what the engines cost the trainer, and lengths collapse 
 class RunRecord:
     """Records of a run directory."""
 
-    name: str
-    """Name of the directory."""
+    directory: Path
+    """The directory."""
     steps: Sequence[dict[str, Any]]
     """Objects of metrics.jsonl, one per batch."""
     validations: Sequence[dict[str, Any]]
     """Objects of validation.jsonl; empty if the file does not exist."""
-    directory: Path | None = None
-    """The directory; None for records without one, whose page has no config, ledger and rollouts."""
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.directory.resolve().name
 
     def column(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(train steps, values) of a metric, float64 [n] each; steps without a value are left out."""
-        rows = [(s["train_step"], s[key]) for s in self.steps if s.get(key) is not None]
+        """(train steps, values) of a metric, float64 [n] each; steps and validations without a value are left out."""
+        lines = self.validations if key.startswith("validation/") else self.steps
+        rows = [(line["train_step"], line[key]) for line in lines if line.get(key) is not None]
         table = np.array(rows, np.float64).reshape(-1, 2)
         return table[:, 0], table[:, 1]
-
-    def by_layer(self) -> dict[str, dict[int, float]]:
-        """Routing metric -> layer (global, from 0) -> mean over the train steps; see `registry.of_layer`."""
-        values: dict[str, dict[int, list[float]]] = {}
-        for step in self.steps:
-            for name, value in step.items():
-                found = split_layer(name)
-                if found is not None and value is not None:
-                    values.setdefault(found[0], {}).setdefault(found[1], []).append(value)
-        return {
-            key: {layer: float(np.mean(of_layer[layer])) for layer in sorted(of_layer)}
-            for key, of_layer in values.items()
-        }
 
 
 def read_run(directory: Path) -> RunRecord:
@@ -156,12 +148,10 @@ def read_run(directory: Path) -> RunRecord:
     Raises:
         ValueError: metrics.jsonl does not exist, or a line is damaged; the message names the file.
     """
-    return RunRecord(
-        name=directory.resolve().name,
-        steps=_read_lines(directory / "metrics.jsonl"),
-        validations=_read_lines(directory / "validation.jsonl", required=False),
-        directory=directory,
-    )
+    if not (directory / "metrics.jsonl").is_file():
+        raise ValueError(f"{directory / 'metrics.jsonl'} does not exist; give the output_dir of a run")
+    steps, validations = (_read_lines(directory / f"{name}.jsonl") for name in ("metrics", "validation"))
+    return RunRecord(directory=directory, steps=steps, validations=validations)
 
 
 def write_report(runs: Sequence[RunRecord], path: Path) -> None:
@@ -196,33 +186,28 @@ def report_page(runs: Sequence[RunRecord], *, beside: Path) -> str:
 
 
 def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
-    """Data of a run for the page: columns of steps and validations by key, and the rest of its directory.
-
-    Args:
-        beside: folder of the page.
-    """
+    """Data of a run for the page: columns of steps and validations by key, and the rest of its directory."""
     folder = run.directory
-    configs = [] if folder is None else _configs(folder)
-    outcomes, drops = _ledger([] if folder is None else _read_lines(folder / "ledger.jsonl", required=False))
-    tokens: dict[int, int] = {}
+    configs = _configs(folder)
+    ledger = _read_lines(folder / "ledger.jsonl")
+    outcomes = Counter(record["outcome"] for record in ledger)
+    tokens = Counter[int]()
     for step in run.steps:
-        for lag, count in step.get("staleness/tokens", {}).items():
-            tokens[int(lag)] = tokens.get(int(lag), 0) + count
-    total = sum(tokens.values())
+        tokens.update({int(lag): count for lag, count in step.get("staleness/tokens", {}).items()})
     return {
         "name": run.name,
-        "directory": "" if folder is None else str(folder),
-        "page": "" if folder is None else Path(os.path.relpath(folder, beside), "rollouts.html").as_posix(),
-        "steps": _columns(run.steps) | _recent(run.steps) | ({} if folder is None else _phases(folder, run.steps)),
+        "directory": str(folder),
+        "page": Path(os.path.relpath(folder, beside), "rollouts.html").as_posix(),
+        "steps": _columns(run.steps) | _recent(run.steps) | _phases(folder, run.steps),
         "validations": _columns(run.validations),
-        "layers": {key: [list(values), list(map(_rounded, values.values()))] for key, values in run.by_layer().items()},
-        "staleness": [sorted(tokens), [_rounded(tokens[lag] / total) for lag in sorted(tokens)]] if total else [[], []],
+        "layers": _by_layer(run),
+        "staleness": [sorted(tokens), [_rounded(tokens[lag] / (tokens.total() or 1)) for lag in sorted(tokens)]],
         "mismatch": _mismatch_by_lag(run.steps),
-        "outcomes": outcomes,
-        "drops": drops,
-        "failed": [] if folder is None else _failed(folder),
-        "rollouts": [] if folder is None else list(_best_and_worst(folder)),
-        "starts": [] if folder is None else _read_lines(folder / STARTS, required=False),
+        "outcomes": {outcome: outcomes[outcome] for outcome in ("trained", "dropped")},
+        "drops": _drops(ledger),
+        "failed": _failed(folder),
+        "rollouts": list(_best_and_worst(folder)),
+        "starts": _read_lines(folder / STARTS),
         "config": configs[-1][1] if configs else {},
         "changes": list(_changes(configs)),
     }
@@ -232,6 +217,15 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Key -> its value in each record, None for none. Objects such as `staleness/tokens` are left out."""
     keys = dict.fromkeys(key for record in records for key, value in record.items() if not isinstance(value, dict))
     return {key: [_rounded(record.get(key)) for record in records] for key in keys}
+
+
+def _by_layer(run: RunRecord) -> dict[str, list[list[Any]]]:
+    """Routing metric -> layers (global, from 0), and the mean of each over the train steps; see `registry.of_layer`."""
+    found: dict[str, dict[int, float]] = {}
+    for key in dict.fromkeys(key for step in run.steps for key in step):
+        if (place := split_layer(key)) is not None and len(values := run.column(key)[1]):
+            found.setdefault(place[0], {})[place[1]] = _rounded(float(values.mean()))
+    return {key: [sorted(means), [means[layer] for layer in sorted(means)]] for key, means in found.items()}
 
 
 def _recent(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -294,9 +288,9 @@ def _mismatch_by_lag(steps: Sequence[Mapping[str, Any]]) -> tuple[list[int], lis
     found: dict[int, Any] = {}
     for number, lag in enumerate(_LAG_LABELS):
         pairs = [(step.get(f"tokens/{lag}") or 0, step.get(f"mismatch/k3_{lag}")) for step in steps]
-        pairs = [(tokens, k3) for tokens, k3 in pairs if tokens and k3 is not None]
-        if total := sum(tokens for tokens, _ in pairs):
-            found[number] = _rounded(float(sum(tokens * k3 for tokens, k3 in pairs) / total))
+        tokens, k3 = np.array([pair for pair in pairs if pair[1] is not None], np.float64).reshape(-1, 2).T
+        if tokens.any():
+            found[number] = _rounded(float(np.average(k3, weights=tokens)))
     return list(found), list(found.values())
 
 
@@ -320,31 +314,31 @@ def _metrics(runs: Sequence[RunRecord]) -> dict[str, dict[str, str]]:
     return found | {key: {"unit": "", "meaning": "of the newest validation"} for key in rounds}
 
 
-def _ledger(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """Groups by outcome, and drops by kind, the most frequent first."""
-    outcomes = {"trained": 0, "dropped": 0}
-    drops: dict[str, dict[str, Any]] = {}
-    for record in records:
-        if record["outcome"] in outcomes:
-            outcomes[record["outcome"]] += 1
+def _drops(ledger: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Drops by kind, the most frequent first."""
+    drops: dict[str, list[Mapping[str, Any]]] = {}
+    for record in ledger:
         if record["outcome"] == "dropped":
-            kind = record.get("kind") or "of an earlier version"
-            drop = drops.setdefault(kind, {"reason": kind, "groups": 0, "tokens": 0, "last": ""})
-            drop["groups"] += 1
-            drop["tokens"] += record["tokens"]
-            drop["last"] = record["reason"]
-    return outcomes, sorted(drops.values(), key=lambda drop: -drop["groups"])
+            drops.setdefault(record.get("kind") or "of an earlier version", []).append(record)
+    return [
+        {
+            "reason": kind,
+            "groups": len(records),
+            "tokens": sum(record["tokens"] or 0 for record in records),
+            "last": records[-1]["reason"],
+        }
+        for kind, records in sorted(drops.items(), key=lambda item: -len(item[1]))
+    ]
 
 
 def _failed(folder: Path) -> list[dict[str, Any]]:
     """Failed rollouts by the kind of their error, the most frequent first, and the newest one of each kind."""
-    found: dict[str, dict[str, Any]] = {}
+    counts, newest = Counter[str](), dict[str, dict[str, int]]()
     for _, rollout in read_failed(folder / FOLDER):
         if not isinstance(rollout, str):
-            kind = rollout.title
-            count = found.get(kind, {"rollouts": 0})["rollouts"] + 1
-            found[kind] = {"error": kind, "rollouts": count, "group": rollout.group, "trajectory": rollout.trajectory}
-    return sorted(found.values(), key=lambda kind: -kind["rollouts"])
+            counts[rollout.title] += 1
+            newest[rollout.title] = {"group": rollout.group, "trajectory": rollout.trajectory}
+    return [{"error": kind, "rollouts": count, **newest[kind]} for kind, count in counts.most_common()]
 
 
 def _best_and_worst(folder: Path) -> Iterator[dict[str, Any]]:
@@ -353,17 +347,14 @@ def _best_and_worst(folder: Path) -> Iterator[dict[str, Any]]:
         if isinstance(table, str):
             continue
         rows = table.to_pylist()
-        sound = [row for row in rows if row["stop_reason"] != "error"]
+        sound = [row for row in rows if row.pop("stop_reason") != "error"]
         ends = {"best": max, "worst": min}
         found = {name: pick(sound, key=lambda row: row["reward"], default=None) for name, pick in ends.items()}
-        chosen = {
-            name: row and {key: row[key] for key in ("group", "trajectory", "reward")} for name, row in found.items()
-        }
-        yield {"step": step, "count": len(rows), "failed": len(rows) - len(sound), **chosen}
+        yield {"step": step, "count": len(rows), "failed": len(rows) - len(sound), **found}
 
 
 def _configs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, dotted key -> value) of the configs of a run, oldest first; see `controller.config_record`."""
+    """(file name, dotted key -> value) of the configs of a run, oldest first; see `controller.resume`."""
     found: list[tuple[str, dict[str, Any]]] = []
     for path in (folder / "config.yaml", *sorted(folder.glob("config-??????.yaml"))):
         try:
@@ -371,7 +362,7 @@ def _configs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
         except (OSError, yaml.YAMLError, UnicodeDecodeError):
             continue
         if isinstance(values, Mapping):
-            found.append((path.name, dict(_flat(masked(values)))))
+            found.append((path.name, dict(dotted(masked(values)))))
     return found
 
 
@@ -383,25 +374,10 @@ def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
                 yield f"{name}: {key}: {old.get(key)} -> {new.get(key)}"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Pairs (dotted key, value): {"a": {"b": 1}} -> ("a.b", 1). Empty mappings are values."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        else:
-            yield (
-                f"{prefix}{key}",
-                value if isinstance(value, str | int | bool | None) else json.loads(json.dumps(value, default=str)),
-            )
-
-
-def _read_lines(path: Path, *, required: bool = True) -> list[dict[str, Any]]:
-    if not path.is_file():
-        if required:
-            raise ValueError(f"{path} does not exist; give the output_dir of a run")
-        return []
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """Objects of a file; none if it does not exist."""
     records: list[dict[str, Any]] = []
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(read_lines(path) if path.is_file() else (), start=1):
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:

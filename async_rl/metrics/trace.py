@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +43,7 @@ class Trace:
     """
 
     def __init__(
-        self,
-        path: Path | None,
-        *,
-        warn: Callable[[str], None] = lambda _text: None,
-        clock: Callable[[], float] = now,
+        self, path: Path | None, *, warn: Callable[[str], None] = lambda _text: None, clock: Callable[[], float] = now
     ) -> None:
         self._path = path
         self._warn = warn
@@ -109,7 +106,6 @@ class Trace:
         self._lines.clear()
         try:
             if self._size > MAX_BYTES:
-                self._path.replace(_earlier(self._path))
                 self._start_file(self._path)
             with self._path.open("ab") as file:
                 file.write(content)
@@ -125,21 +121,18 @@ class Trace:
 
     def _resume(self, path: Path) -> None:
         """Continue a file without its last event if that is cut off; start one if there is none."""
-        if not path.exists():
-            self._start_file(path)
-            return
-        content = path.read_bytes()
+        content = path.read_bytes() if path.exists() else b""
         try:
             self._origin = json.loads(content.split(b"\n", 2)[1].removesuffix(b","))["args"]["start"]
-        except (ValueError, LookupError, TypeError):  # another program wrote it
-            path.replace(_earlier(path))
-            self._start_file(path)
-            return
+        except (ValueError, LookupError, TypeError):  # there is none, or another program wrote it
+            return self._start_file(path)
         self._size = content.rfind(b"\n") + 1
-        with path.open("rb+") as file:
-            file.truncate(self._size)
+        os.truncate(path, self._size)
 
     def _start_file(self, path: Path) -> None:
+        """Start a file; one that is there is `trace-earlier.json` from then on."""
+        if path.exists():
+            path.replace(path.with_name("trace-earlier.json"))
         start = {"name": "start", "cat": "__metadata", "ph": "M", "pid": "controller", "ts": 0}
         content = b"[\n" + _line({**start, "args": {"start": self._origin}})
         path.write_bytes(content)
@@ -171,7 +164,3 @@ def _events(process: str, span: TimeSpan, *, origin: float) -> Sequence[dict[str
 
 def _line(event: dict[str, Any]) -> bytes:
     return msgspec.json.encode(event) + b",\n"
-
-
-def _earlier(path: Path) -> Path:
-    return path.with_name("trace-earlier.json")

@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
 from agent_loop.bounds import bounded
-from async_rl.files.masking import MASK
+from async_rl.files.atomic_dir import whole_file
+from async_rl.files.masking import MASK, dotted
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
 Row = Mapping[str, Any]
@@ -46,6 +47,8 @@ MODULES = {
 }
 MAX_WAITING = 1_000  # calls that wait for a tracker; more are left out
 CLOSE_S = 60.0  # longest wait for a tracker at the end of a run
+MAX_PARAM = 500  # characters of a parameter of MLflow, which refuses more than 6000; its servers refused more than 500
+_IDS = threading.Lock()
 
 
 @bounded("tracking")
@@ -68,22 +71,6 @@ class TrackingConfig:
             raise ValueError(
                 f"tracking.prometheus_address is {self.prometheus_address!r}; give host:port, as in 127.0.0.1:9464"
             )
-
-
-class Tracker(Protocol):
-    """A client; each call comes from the thread that made it."""
-
-    def log(self, metrics: Mapping[str, float], train_step: int) -> None:
-        """Record finite metrics of a step."""
-        ...
-
-    def table(self, rows: Sequence[Row], train_step: int) -> None:
-        """Record held-out rollouts; no effect if the tracker has no tables."""
-        ...
-
-    def close(self) -> None:
-        """Send what is left, and end the run of the tracker."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +102,10 @@ class Trackers:
     def __init__(
         self, build: Mapping[str, Callable[[], Tracker]], *, warn: Callable[[str], None], samples: int = 32
     ) -> None:
-        self._samples = samples
+        self._warn, self._samples = warn, samples
         self._threads = [_TrackerThread(name, make, warn) for name, make in build.items()]
+        for thread in self._threads:
+            thread.start()
 
     def log(self, metrics: Mapping[str, float], train_step: int) -> None:
         """Record the finite ones of the metrics of a step."""
@@ -134,59 +123,48 @@ class Trackers:
         """Wait until all calls are made; a tracker that hangs is given up after CLOSE_S."""
         deadline = time.monotonic() + CLOSE_S
         for thread in self._threads:
-            thread.end()
+            thread.calls.put(lambda tracker: tracker.close())
+            thread.calls.put(None)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                self._warn(f"{thread.name} did not end within {CLOSE_S:g} s, and is given up")
 
 
-class _TrackerThread:
-    """Makes the calls of one tracker, in order."""
+class _TrackerThread(threading.Thread):
+    """Makes the calls of one tracker, in order; None in `calls` ends it."""
 
     def __init__(self, name: str, build: Callable[[], Tracker], warn: Callable[[str], None]) -> None:
-        self._name = name
+        super().__init__(name=f"tracker {name}", daemon=True)
         self._build = build
         self._warn = warn
         self._warned = False
-        self._calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue()
-        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
-        self._thread.start()
+        self.calls: queue.Queue[Callable[[Tracker], None] | None] = queue.Queue()
 
     def put(self, call: Callable[[Tracker], None]) -> None:
-        if self._calls.qsize() < MAX_WAITING:
-            self._calls.put(call)
+        if self.calls.qsize() < MAX_WAITING:
+            self.calls.put(call)
         else:
             self._report(f"is {MAX_WAITING} calls behind")
 
-    def end(self) -> None:
-        self._calls.put(None)
-
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._warn(f"tracker {self._name} did not end within {CLOSE_S:g} s, and is given up")
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             tracker = self._build()
         except BaseException as error:  # noqa: BLE001 - clients raise many kinds, some on purpose no Exception
             self._report(f"cannot be used: {_cause(error)}")
-            while self._calls.get() is not None:
+            for _ in iter(self.calls.get, None):
                 pass
             return
-        while (call := self._calls.get()) is not None:
-            self._attempt(lambda call=call: call(tracker))
-        self._attempt(tracker.close)
-
-    def _attempt(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - see above
-            self._report(f"failed: {_cause(error)}")
+        for call in iter(self.calls.get, None):
+            try:
+                call(tracker)
+            except Exception as error:  # noqa: BLE001 - see above
+                self._report(f"failed: {_cause(error)}")
 
     def _report(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(f"tracker {self._name} {text}; the run goes on, and its directory has all records")
+            self._warn(f"{self.name} {text}; the run goes on, and its directory has all records")
 
 
 def build_trackers(config: TrackingConfig, run: TrackedRun, *, warn: Callable[[str], None]) -> Trackers:
@@ -209,8 +187,14 @@ def tracker_problems(config: TrackingConfig) -> Iterator[str]:
                 f"tracking.trackers has {name!r}, and the package {MODULES[name]} is not installed; install async-rl "
                 f"with the extra trackers, or leave {name!r} out"
             )
-        elif name == "wandb":
-            yield from _wandb_problems()
+        elif name == "wandb" and os.environ.get("WANDB_MODE", "online") in ("online", "shared"):
+            import wandb
+
+            if wandb.api.api_key is None:
+                yield (
+                    "tracking.trackers has 'wandb', and there is no key of Weights & Biases; set WANDB_API_KEY, run "
+                    "`wandb login`, or set WANDB_MODE=offline"
+                )
         elif name == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
             yield (
                 "tracking.trackers has 'mlflow', and MLFLOW_TRACKING_URI is not set; set it to the address of a "
@@ -218,18 +202,6 @@ def tracker_problems(config: TrackingConfig) -> Iterator[str]:
             )
         elif name == "prometheus":
             yield from _address_problems(config.prometheus_address)
-
-
-def _wandb_problems() -> Iterator[str]:
-    if os.environ.get("WANDB_MODE", "online") not in ("online", "shared"):
-        return
-    import wandb
-
-    if wandb.api.api_key is None:
-        yield (
-            "tracking.trackers has 'wandb', and there is no key of Weights & Biases; set WANDB_API_KEY, run `wandb "
-            "login`, or set WANDB_MODE=offline"
-        )
 
 
 def _address_problems(address: str) -> Iterator[str]:
@@ -255,16 +227,12 @@ def _run_id(run: TrackedRun, tracker: str, make: Callable[[], str]) -> tuple[str
         if tracker in ids:
             return ids[tracker], True
         ids[tracker] = make()
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(ids) + "\n")
-        partial.replace(path)
+        with whole_file(path) as partial:
+            partial.write_text(json.dumps(ids) + "\n")
     return ids[tracker], False
 
 
-_IDS = threading.Lock()
-
-
-# ---- clients
+# ---- clients: all have the methods of `TensorBoard`, and each call comes from the thread that made the client
 
 
 class TensorBoard:
@@ -277,13 +245,16 @@ class TensorBoard:
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purged)
 
     def log(self, metrics: Mapping[str, float], train_step: int) -> None:
+        """Record finite metrics of a step."""
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, train_step)
 
     def table(self, rows: Sequence[Row], train_step: int) -> None:
+        """Record held-out rollouts."""
         self._writer.add_text(TABLE, _markdown(rows), train_step)
 
     def close(self) -> None:
+        """Send what is left, and end the run of the tracker."""
         self._writer.close()
 
 
@@ -339,7 +310,7 @@ class MLflow:
         if resumed:
             client.update_run(self._id, status="RUNNING")
         else:
-            params = [Param(key, str(value)[:MAX_PARAM]) for key, value in _flat(run.config)]
+            params = [Param(key, str(value)[:MAX_PARAM]) for key, value in dotted(run.config)]
             client.log_batch(self._id, params=params)
 
     def log(self, metrics: Mapping[str, float], train_step: int) -> None:
@@ -352,11 +323,6 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-MAX_PARAM = (
-    500  # characters of a parameter; MLflow refuses more than 6000, and its servers used to refuse more than 500
-)
 
 
 class Trackio:
@@ -422,13 +388,7 @@ class Prometheus:
         self._thread.join()
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values: {"a": {"b": 1}} gives ("a.b", 1)."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+Tracker = TensorBoard | WeightsAndBiases | MLflow | Trackio | Prometheus
 
 
 def _markdown(rows: Sequence[Row]) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.files.atomic_dir import PARTIAL
+from async_rl.files.atomic_dir import whole_file
+from async_rl.metrics.registry import means_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,23 +84,15 @@ class ValidationResult:
 
     def metrics(self, prefix: str = "validation/") -> dict[str, float]:
         """Key -> value, as in validation.jsonl: of the round, then of each set below `prefix` and its name."""
-        return {
-            f"{prefix}success": self.success_rate,
-            **{f"{prefix}pass_at_{k}": value for k, value in self.pass_at.items()},
-            f"{prefix}prompts": self.prompts,
-            f"{prefix}samples": self.samples,
-            f"{prefix}failed": self.failed,
-            f"{prefix}cut_off": self.cut_off,
-            f"{prefix}mean_tokens": self.mean_tokens,
-            f"{prefix}min_version": self.min_version,
-            f"{prefix}max_version": self.max_version,
-            **{f"{prefix}info/{key}": value for key, value in self.info.items()},
-            **{
-                key: value
-                for name, each in self.sets.items()
-                for key, value in each.metrics(f"{prefix}{name}/").items()
-            },
+        plain = ("prompts", "samples", "failed", "cut_off", "mean_tokens", "min_version", "max_version")
+        found = {
+            "success": self.success_rate,
+            **{f"pass_at_{k}": value for k, value in self.pass_at.items()},
+            **{name: getattr(self, name) for name in plain},
+            **{f"info/{key}": value for key, value in self.info.items()},
         }
+        own = {f"{prefix}{key}": value for key, value in found.items()}
+        return own | {k: v for name, each in self.sets.items() for k, v in each.metrics(f"{prefix}{name}/").items()}
 
     def rows(self, train_step: int) -> Iterator[dict[str, Any]]:
         """A row per rollout: step, set, number of the prompt in the set, number of the sample, and its fields.
@@ -121,11 +114,8 @@ def write_rollouts(path: Path, result: ValidationResult, *, train_step: int) -> 
     Raises:
         OSError: the disk has no free space or is not writable; an existing file is unchanged.
     """
-    partial = path.with_name(path.name + PARTIAL)
-    with partial.open("w", encoding="utf-8") as file:
-        for row in result.rows(train_step):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    partial.replace(path)
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in result.rows(train_step))
 
 
 def validation_result(sets: Mapping[str, Sequence[Sequence[ValidationRollout]]]) -> ValidationResult:
@@ -154,10 +144,6 @@ def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
     sound = [rollout for rollouts in finished for rollout in rollouts]
     versions = [rollout for rollout in everything if rollout.max_version >= 0]
     samples = max(map(len, prompts), default=1)
-    info: dict[str, list[float]] = {}
-    for rollout in sound:
-        for key, value in rollout.info.items():
-            info.setdefault(key, []).append(value)
     counts = [(len(rollouts), sum(rollout.reward > 0 for rollout in rollouts)) for rollouts in finished]
     return ValidationResult(
         success_rate=_mean([rollout.reward for rollout in sound]),
@@ -174,7 +160,7 @@ def _result(prompts: Sequence[Sequence[ValidationRollout]]) -> ValidationResult:
             if samples > 1
         },
         first_error=next((rollout.error for rollout in everything if rollout.error is not None), None),
-        info={key: _mean(values) for key, values in info.items()},
+        info=means_of([rollout.info for rollout in sound]),
     )
 
 

@@ -25,7 +25,6 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,14 +33,7 @@ from numpy.typing import NDArray
 
 from agent_loop.text import safe_text
 from async_rl.files.atomic_dir import whole_file
-from async_rl.files.rollouts import (
-    FOLDER,
-    FailedRollout,
-    read_failed,
-    read_step,
-    read_steps,
-    recorded_steps,
-)
+from async_rl.files.rollouts import FOLDER, FailedRollout, read_failed, read_step, read_steps, recorded_steps
 from async_rl.metrics.pages import json_script, packed_script, template
 from message_queue.trajectory import POLICY
 
@@ -49,31 +41,20 @@ CHUNK_ROWS = 64
 MAX_ROWS = 10_000
 MAX_TEXT = 64_000_000  # characters
 MAX_TOKEN_BYTES = 48_000_000  # of the page
-_COLUMNS = {
-    "step": "int",
-    "group": "int",
-    "trajectory": "int",
-    "path": "int",
-    "agent": "int",
-    "stop": "int",
-    "error": "int",
-    "prompt": "int",
-    "length": "int",
-    "staleness": "int",
-    "reward": "float",
-    "advantage": "float",
-}
+_NUMBERS = ("step", "group", "trajectory", "path", "agent", "stop", "error", "prompt", "length", "staleness")
+_COLUMNS = {**dict.fromkeys(_NUMBERS, "int"), "reward": "float", "advantage": "float"}
+_LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
+_TOKEN_COLUMNS = (*_LOGPROBS, "token_ids", "gradient_share", "effect", "routed_experts")
+_FAILED = {"path": 0, "agent": POLICY, "reward": 0.0, "advantage": None, "stop_reason": "error", "prompt": None}
+"""Values of a failed rollout that is in no batch."""
 _SEPARATORS = str.maketrans("", "", "\0\1\2\3")
 
 
-@dataclass(slots=True, eq=False)
-class _Names:
+class _Names(dict[str, int]):
     """Distinct texts, numbered in the order of their first use."""
 
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
-
-    def number(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
+    def __missing__(self, text: str) -> int:
+        return self.setdefault(text, len(self))
 
 
 class _Page:
@@ -106,22 +87,10 @@ class _Page:
         """Add failed rollouts that are in no batch, sorted by group and trajectory."""
         for start in range(0, len(rollouts), CHUNK_ROWS):
             part = rollouts[start : start + CHUNK_ROWS]
-            rows = [
-                {
-                    "group": r.group,
-                    "trajectory": r.trajectory,
-                    "path": 0,
-                    "agent": POLICY,
-                    "reward": 0.0,
-                    "advantage": None,
-                    "stop_reason": "error",
-                }
-                | {"prompt": None, "turns": [], "segments": [], "info": []}
-                for r in part
-            ]
-            self.first_rows.append(len(self.texts))
-            header = self._add_rows(step, rows, [0] * len(rows), {(r.group, r.trajectory): r for r in part})
-            self._write_chunk(len(header).to_bytes(4, "little") + header, rows=len(rows))
+            lists = dict.fromkeys(("turns", "segments", "info"), ())
+            rows = [_FAILED | lists | {"group": r.group, "trajectory": r.trajectory} for r in part]
+            own = {(r.group, r.trajectory): r for r in part}
+            self._write_chunk(self._add_rows(step, rows, [0] * len(rows), own), rows=len(rows))
 
     def add(self, step: int, table: Any) -> None:
         """Add the rows of a step."""
@@ -129,25 +98,20 @@ class _Page:
         self.moe_layers = self.moe_layers if layers is None else json.loads(layers)
         for start in range(0, len(table), CHUNK_ROWS):
             part = table.slice(start, CHUNK_ROWS)
-            self.first_rows.append(len(self.texts))
             tokens = part["token_ids"].combine_chunks()
             routing, shapes = _routing(part)
-            rows = [
-                row | {"routing": shape}
-                for row, shape in zip(part.drop_columns(_token_columns(part)).to_pylist(), shapes, strict=True)
-            ]
+            plain = part.select([name for name in part.column_names if name not in _TOKEN_COLUMNS]).to_pylist()
+            rows = [row | {"routing": shape} for row, shape in zip(plain, shapes, strict=True)]
             header = self._add_rows(step, rows, tokens.value_lengths().to_pylist(), self._failed)
+            engine, proximal, current, share = (_numbers(part, name) for name in (*_LOGPROBS, "gradient_share"))
             arrays = [
                 np.asarray(tokens.flatten(), np.uint32),
-                *self._logprobs(part),
-                (100 * _numbers(part, "gradient_share")).astype(np.float16),
+                *(values.astype(np.float16) for values in (engine, proximal - engine, current - engine, 100 * share)),
                 self._effect_codes(part),
                 routing,
             ]
-            ids = np.unique(arrays[0]).tolist()
-            data = b"".join([len(header).to_bytes(4, "little"), header, *(a.tobytes() for a in arrays)])
-            if self._write_chunk(data, rows=len(rows)):
-                self.token_ids.update(ids)
+            if self._write_chunk(b"".join([header, *(a.tobytes() for a in arrays)]), rows=len(rows)):
+                self.token_ids.update(np.unique(arrays[0]).tolist())
 
     def _write_chunk(self, data: bytes, *, rows: int) -> bool:
         """Write the newest chunk unless the tokens of newer rows leave no space; whether it was written."""
@@ -164,7 +128,8 @@ class _Page:
         lengths: Sequence[int],
         failed: Mapping[tuple[int, int], FailedRollout],
     ) -> bytes:
-        """Add rows without their tokens; returns the JSON of their chunk."""
+        """Start a chunk with rows, without their tokens; returns the length of its JSON, and the JSON."""
+        self.first_rows.append(len(self.texts))
         found: list[dict[str, Any]] = []
         for row, length in zip(rows, lengths, strict=True):
             prompt, turns, segments, error = row["prompt"], row["turns"], row["segments"], ""
@@ -176,10 +141,10 @@ class _Page:
                 "group": row["group"],
                 "trajectory": row["trajectory"],
                 "path": row["path"],
-                "agent": self.agents.number(row["agent"]),
-                "stop": self.stops.number(row["stop_reason"]),
-                "error": self.errors.number("" if own is None else own.title) if row["stop_reason"] == "error" else -1,
-                "prompt": -1 if prompt is None else self.prompts.number(prompt.translate(_SEPARATORS)),
+                "agent": self.agents[row["agent"]],
+                "stop": self.stops[row["stop_reason"]],
+                "error": self.errors["" if own is None else own.title] if row["stop_reason"] == "error" else -1,
+                "prompt": -1 if prompt is None else self.prompts[prompt.translate(_SEPARATORS)],
                 "length": length if own is None else own.tokens,
                 "staleness": max((segment["staleness"] for segment in segments), default=0),
                 "reward": row["reward"],
@@ -191,32 +156,20 @@ class _Page:
             self.texts.append("\2".join(said) + (f"\3{error.translate(_SEPARATORS)}" if error else ""))
             self._text += len(self.texts[-1]) + len(prompt or "")
             for segment in segments:
-                self.replicas.number(segment["replica"])
+                _ = self.replicas[segment["replica"]]
             found.append(
                 {name: values[name] for name in ("step", "group", "trajectory", "path")}
                 | {"tokens": length, "info": dict(row["info"]), "segments": [list(s.values()) for s in segments]}
                 | {"routing": row.get("routing")}
             )
-        return safe_text(json.dumps(found, ensure_ascii=False)).encode()
-
-    def _logprobs(self, part: Any) -> list[NDArray[np.float16]]:
-        """float16 [n] each: of the engine, and the differences of the trainer's to it; NaN for none."""
-        engine, proximal, current = (
-            _numbers(part, name) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")
-        )
-        return [values.astype(np.float16) for values in (engine, proximal - engine, current - engine)]
+        header = safe_text(json.dumps(found, ensure_ascii=False)).encode()
+        return len(header).to_bytes(4, "little") + header
 
     def _effect_codes(self, part: Any) -> NDArray[np.uint8]:
         """uint8 [n]: 1 + number of the effect; 0 unless sampled."""
         coded = part["effect"].combine_chunks().flatten().dictionary_encode()
-        codes = np.array([0, *(1 + self.effects.number(name) for name in coded.dictionary.to_pylist())], np.uint8)
+        codes = np.array([0, *(1 + self.effects[name] for name in coded.dictionary.to_pylist())], np.uint8)
         return codes[np.asarray(coded.indices.fill_null(-1)) + 1]
-
-
-def _token_columns(part: Any) -> list[str]:
-    """Columns with a value for each token."""
-    names = {"token_ids", "behaviour_logprobs", "proximal_logprobs", "logprobs", "gradient_share", "effect"}
-    return [name for name in part.column_names if name in names | {"routed_experts"}]
 
 
 def _numbers(part: Any, name: str) -> NDArray[np.float32]:
@@ -282,24 +235,18 @@ def _failed_rollouts(
     folder: Path,
 ) -> tuple[dict[int, list[FailedRollout]], dict[tuple[int, int], FailedRollout], list[str]]:
     """Failed rollouts in no batch, by train steps done; those in a batch, by group and trajectory; notes on damage."""
-    steps: dict[tuple[int, int], int] = {}
-    found: dict[tuple[int, int], FailedRollout] = {}
-    notes: list[str] = []
-    for step, rollout in read_failed(folder):
-        if isinstance(rollout, str):
-            notes.append(rollout)
-        else:
-            key = (rollout.group, rollout.trajectory)
-            steps[key], found[key] = step, rollout
+    lines = list(read_failed(folder))
+    found = {(r.group, r.trajectory): (step, r) for step, r in lines if not isinstance(r, str)}
     in_batches: dict[tuple[int, int], FailedRollout] = {}
     for _, table in read_steps(folder, columns=["group", "trajectory"]) if found else ():
         if not isinstance(table, str):
             keys = set(zip(table["group"].to_pylist(), table["trajectory"].to_pylist(), strict=True))
-            in_batches |= {key: found[key] for key in keys & found.keys()}
+            in_batches |= {key: found[key][1] for key in keys & found.keys()}
     alone: dict[int, list[FailedRollout]] = {}
-    for key in sorted(found.keys() - in_batches.keys(), key=lambda key: (steps[key], key)):
-        alone.setdefault(steps[key], []).append(found[key])
-    return alone, in_batches, notes
+    for key in sorted(found.keys() - in_batches.keys()):
+        step, rollout = found[key]
+        alone.setdefault(step, []).append(rollout)
+    return alone, in_batches, [text for _, text in lines if isinstance(text, str)]
 
 
 def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], str] | None) -> str:
@@ -310,11 +257,7 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
         "rows": len(page.texts),
         "columns": list(_COLUMNS.items()),
         "chunks": page.first_rows,
-        "agents": list(page.agents.numbers),
-        "stops": list(page.stops.numbers),
-        "replicas": list(page.replicas.numbers),
-        "effects": list(page.effects.numbers),
-        "errors": list(page.errors.numbers),
+        **{kind: list(getattr(page, kind)) for kind in ("agents", "stops", "replicas", "effects", "errors")},
         "moe_layers": page.moe_layers,
     }
     columns = b"".join(
@@ -326,7 +269,7 @@ def _index(page: _Page, *, name: str, notes: list[str], decode: Callable[[int], 
         [
             json_script("meta", meta),
             packed_script("columns", columns),
-            packed_script("prompts", safe_text("\0".join(page.prompts.numbers)).encode()),
+            packed_script("prompts", safe_text("\0".join(page.prompts)).encode()),
             packed_script("texts", safe_text("\0".join(page.texts)).encode()),
             packed_script("vocabulary", safe_text(json.dumps(vocabulary, ensure_ascii=False)).encode()),
         ]

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from async_rl.files.validation import explain
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
-from async_rl.inference.replica import KVPolicy
 from message_queue.errors import AsyncRLError
 from message_queue.policies import StalenessConfig
 

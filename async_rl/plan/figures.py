@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from agent_loop.user_errors import Failure
 from async_rl.metrics.lengths import Lengths
-from async_rl.metrics.recorder import Recorder, StepRecord
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.registry import StepRecord
 from async_rl.metrics.validation import ValidationResult
 from async_rl.plan.description import Description
 from async_rl.plan.replica import PlannedReplica

@@ -19,7 +19,7 @@ from heapq import heapify, heappop, heappush
 from typing import cast
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.replica import KVPolicy, ReplicaStats, RequestGate, until_finished
+from async_rl.inference.gate import KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import Supervisor
 from async_rl.plan.description import Rates

@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt
 from async_rl.controller.checkpoints import RunState
 from async_rl.controller.controller import Controller
-from async_rl.controller.interfaces import Trainer
-from async_rl.controller.parts import PartFactory, RunParts
+from async_rl.controller.parts import RunParts, Trainer
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.stub import InProcess
@@ -38,7 +37,6 @@ from async_rl.plan.worker import GroupLengths, PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
-from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.simulator.virtual_time import run_in_virtual_time
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.ledger import LedgerRecord
@@ -164,7 +162,8 @@ class _Run:
         description, scale, workload = self._description, self._scale, self._description.workload
         skipped = description.staleness.max_staleness + 2
         parts = RunParts(
-            processes=cast(PartFactory[Trainer], None),
+            start_queue=cast(Any, None),
+            replace_trainer=cast(Any, None),
             publisher=self._publisher(),
             replicas=Replicas(self._replicas),
             rollouts=self._rollouts,
@@ -174,12 +173,11 @@ class _Run:
             trace=self._trace,
             weights_directory=Path(),
             held_out={"": _held_out(description, groups_of=scale.groups_of)},
-            schedule_replay=NoReplay(),
         )
         controller = Controller(
             _config(description, steps=skipped + steps),
             parts,
-            prompts=PromptSource(_Prompts()),
+            prompts=PromptSource(lambda index: Prompt(index=index, messages=TEXT)),
             queue=cast("QueueClient", _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
             contents=GroupContents(),
             trainer=cast(Trainer, self._trainer),
@@ -246,13 +244,6 @@ def _held_out(description: Description, *, groups_of: float) -> Sequence[Prompt]
     trajectories = description.interruptions.validation_trajectories
     count = max(1, round(trajectories / groups_of)) if trajectories else 0
     return [Prompt(index=index, messages=TEXT) for index in range(count)]
-
-
-class _Prompts:
-    """Prompts without text."""
-
-    def train_prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, messages=TEXT)
 
 
 class _Queue(InProcess, TrajectoryQueue):

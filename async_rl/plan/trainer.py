@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_rl.controller.checkpoints import Checkpoints, RunState
-from async_rl.controller.interfaces import Trainer
+from async_rl.controller.parts import Trainer
 from async_rl.inference.stub import InProcess
 from async_rl.metrics.recorder import Recorder
 from async_rl.plan.description import Interruptions, Rates
@@ -22,7 +22,7 @@ CLOSE_S = 1e-6
 
 
 class PlannedTrainer(InProcess):
-    """See `async_rl.controller.interfaces.Trainer`; without the calls that only a probe or a restart makes.
+    """See `async_rl.controller.parts.Trainer`; without the calls that only a probe or a restart makes.
 
     Args:
         rates: those of the trainer, `switch_s` and `shared_speed`.

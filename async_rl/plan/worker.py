@@ -27,12 +27,11 @@ from async_rl.plan.replica import Decode
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
-from message_queue.contract import Admission
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
 from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import GroupContent
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 
 HELD_OUT = ValidationRollout(
     reward=0.0, tokens=0, cut_off=False, error=None, prompt="", response="", min_version=0, max_version=0
@@ -204,14 +203,12 @@ class PlannedWorker(InProcess):
             self._given_up[group] = reason
             self._rolls[group][0].cancel()
 
-    async def pause_tools(self) -> None:
-        self._gate.pause()
-
-    async def resume_tools(self) -> None:
-        self._gate.resume()
-
-    async def avoid(self, names: Collection[str]) -> None:
-        self._pool.avoid(names)
+    async def adopt(self, tools_paused: bool, avoided: Collection[str]) -> None:
+        if tools_paused:
+            self._gate.pause()
+        else:
+            self._gate.resume()
+        self._pool.avoid(avoided)
 
     async def open(self, place: ContentPlace, *, writer: str) -> None:
         """There is no content."""

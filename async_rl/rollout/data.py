@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from agent_loop.loop import Message, Prompt, ToolUse
-from agent_loop.programs.conversation import arguments_text
-from agent_loop.programs.endpoint.body import objects, optional, refuse, required, text_of, wrong
-from agent_loop.programs.endpoint.errors import EndpointError
+from agent_loop.programs.conversation import EndpointError, arguments_text
+from agent_loop.programs.endpoint.body import Fields
 from agent_loop.text import safe_text
 from agent_loop.user_errors import describe_error
 from async_rl.files.jsonl import read_lines
@@ -92,46 +91,36 @@ class PromptFormat:
         if isinstance(columns[name], tuple):
             columns = {**columns, name: list(columns[name])}
         try:
-            return tuple(_read_message(message, at=at) for at, message in objects(columns, name))
+            return tuple(map(_read_message, Fields(columns).objects(name)))
         except EndpointError as error:
             raise ValueError(f"row {index}: {error}") from error
 
 
-def _read_message(message: Mapping[str, Any], *, at: str) -> Message:
-    """A message in OpenAI's format. As `datasets` writes it, absent fields are None and arguments may be objects.
-
-    Raises:
-        EndpointError: a field is missing, has another type or is no text; names it.
-    """
-    at = f"{at}."
-    refuse(message, {"function_call": "use tool_calls", **dict.fromkeys(NO_TEXT, "only text is supported")}, at=at)
-    role = required(message, "role", str, at=at)
-    calls = tuple(
-        _read_call(call, at=f"{path}.", number=n)
-        for n, (path, call) in enumerate(objects(message, "tool_calls", at=at))
-    )
-    reasoning = next((found for name in REASONING if (found := optional(message, name, str, at=at))), None)
-    content: Any = message.get("content")
-    if content is None and (calls or reasoning):
-        content = ""
+def _read_message(message: Fields) -> Message:
+    """A message in OpenAI's format. As `datasets` writes it, absent fields are None, and arguments objects."""
+    message.refuse({"function_call": "use tool_calls", **dict.fromkeys(NO_TEXT, "only text is supported")})
+    role = message.required("role", str)
+    calls = tuple(_read_call(call, number=n) for n, call in enumerate(message.objects("tool_calls")))
+    reasoning = next((found for name in REASONING if (found := message.optional(name, str))), None)
+    is_empty = message.body.get("content") is None and (calls or reasoning)
     return Message(
         role="system" if role == "developer" else role,
-        content=text_of(content, at=f"{at}content", kinds=("text",), separator="" if role == "assistant" else "\n"),
+        content="" if is_empty else message.content("content", separator="" if role == "assistant" else "\n"),
         reasoning=reasoning,
         tool_calls=calls,
-        tool_call_id=optional(message, "tool_call_id", str, at=at),
-        name=optional(message, "name", str, at=at),
+        tool_call_id=message.optional("tool_call_id", str),
+        name=message.optional("name", str),
     )
 
 
-def _read_call(call: Mapping[str, Any], *, at: str, number: int) -> ToolUse:
-    function = optional(call, "function", dict, at=at) or call
-    arguments: Any = function.get("arguments")
+def _read_call(call: Fields, *, number: int) -> ToolUse:
+    function = Fields(call.optional("function", dict) or call.body, call.at)
+    arguments: Any = function.body.get("arguments")
     if not isinstance(arguments, str | dict):
-        raise wrong(f"{at}arguments", arguments, "give an object, or its JSON text")
+        raise function.wrong("arguments", "give an object, or its JSON text")
     return ToolUse(
-        id=optional(call, "id", str, at=at) or f"call_{number}",
-        name=required(function, "name", str, at=at),
+        id=call.optional("id", str) or f"call_{number}",
+        name=function.required("name", str),
         arguments=arguments if isinstance(arguments, str) else arguments_text(cast(dict[str, Any], arguments)),
     )
 
@@ -194,7 +183,11 @@ class Stream:
             return self._recent[index]
         try:
             if self._next < 0 or index < self._next:
-                self._rows, self._next = self._started(), 0
+                started: Any = self._start()
+                if not isinstance(started, Iterator):
+                    kind = type(started).__name__
+                    raise TypeError(f"the function returns a {kind}; yield rows, or give a list itself")
+                self._rows, self._next = cast(Iterator[Any], started), 0
             while self._next <= index:
                 self._recent[self._next] = next(self._rows)
                 self._recent.pop(self._next - CHECKED, None)
@@ -206,12 +199,6 @@ class Stream:
         except Exception as error:
             raise ValueError(f"{self._name} failed at row {max(0, self._next)}: {describe_error(error)}") from error
         return self._recent[index]
-
-    def _started(self) -> Iterator[Any]:
-        rows: Any = self._start()
-        if not isinstance(rows, Iterator):
-            raise TypeError(f"the function returns a {type(rows).__name__}; yield rows, or give a list itself")
-        return cast(Iterator[Any], rows)
 
 
 def open_rows(source: Source, *, seed: int, name: str) -> Sequence[Any] | Stream:

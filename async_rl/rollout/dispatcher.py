@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from agent_loop.loop import Prompt
 from agent_loop.user_errors import Failure
@@ -27,17 +27,17 @@ from async_rl.inference.supervisor import RestartLimit, SupervisionConfig
 from async_rl.metrics.trace import Trace
 from async_rl.metrics.validation import ValidationResult, ValidationRollout, validation_result
 from async_rl.rollout.content.reader import remove_settled
-from async_rl.rollout.group_contents import ContentPlace, next_writer, read_stored, writer_name
+from async_rl.rollout.group_contents import ContentPlace, StoredContent, next_writer, read_stored, writer_name
+from async_rl.rollout.recorded import TokenCount
 from async_rl.rollout.rollouter import DroppedGroup
-from async_rl.rollout.token_count import TokenCount
 from async_rl.rollout.worker import LostReplica, RolloutWorker
-from message_queue.contract import Admission
 from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop
 from message_queue.training_sequence import Content
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 
+P = ParamSpec("P")
 MAX_HANDOUTS = 1 << 32  # from one `open` of the dispatcher to the next
 
 
@@ -140,11 +140,11 @@ class Dispatcher:
         self._ending.clear()
         self._num_writers = await asyncio.to_thread(next_writer, place.directory)
         self._handouts = itertools.count(self._num_writers * MAX_HANDOUTS)  # above those of all earlier writers
-        writers = {member.worker: number for number, member in enumerate(self._live, start=self._num_writers)}
-        self._num_writers += len(writers)
-        await self._all(lambda worker: worker.call(RolloutWorker.open, place, writer=writer_name(writers[worker])))
-        keep = set(map(writer_name, writers.values()))
-        await asyncio.to_thread(remove_settled, place.directory, live, keep=keep)
+        names = [writer_name(self._num_writers + number) for number in range(len(self._live))]
+        self._num_writers += len(names)
+        opened = zip(self._live, names, strict=True)
+        await asyncio.gather(*(self._call(each, RolloutWorker.open, place, writer=name) for each, name in opened))
+        await asyncio.to_thread(remove_settled, place.directory, live, keep=set(names))
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()
@@ -176,34 +176,32 @@ class Dispatcher:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
         for member in self._live:
             if group in member.groups:
-                cancel = asyncio.create_task(
-                    self._call(member, lambda worker: worker.call(RolloutWorker.cancel, group, reason=reason))
-                )
+                cancel = asyncio.create_task(self._call(member, RolloutWorker.cancel, group, reason=reason))
                 self._cancels.add(cancel)
                 cancel.add_done_callback(self._cancels.discard)
 
     async def flush(self) -> None:
         """Return once all answers of engines so far are stored."""
-        await self._all(lambda worker: worker.call(RolloutWorker.flush))
+        await self._all(RolloutWorker.flush)
 
     async def forget(self, groups: Collection[int]) -> None:
         """Remove the content of groups that will not be read any more."""
-        await self._all(lambda worker: worker.call(RolloutWorker.forget, groups))
+        await self._all(RolloutWorker.forget, groups)
 
     async def pause(self) -> None:
         """No tool starts until `resume`."""
         self._tools_paused = True
-        await self._control(lambda worker: worker.call(RolloutWorker.pause_tools))
+        await self._control()
 
     async def resume(self) -> None:
         """Tools may start from now on."""
         self._tools_paused = False
-        await self._control(lambda worker: worker.call(RolloutWorker.resume_tools))
+        await self._control()
 
     async def avoid(self, replicas: Collection[str]) -> None:
         """Return once every worker sends requests to these replicas only if no other is live."""
         self._avoided = frozenset(replicas)
-        await self._control(lambda worker: worker.call(RolloutWorker.avoid, self._avoided))
+        await self._control()
 
     def end_soon(self) -> None:
         """Note that `end` follows: `pause`, `resume` and `avoid` wait for a blocked worker as long as `flush` does."""
@@ -247,7 +245,7 @@ class Dispatcher:
 
     async def end(self) -> None:
         """End all rollouts immediately, and close the files of their content."""
-        await self._all(lambda worker: worker.call(RolloutWorker.end))
+        await self._all(RolloutWorker.end)
         self._recovered.clear()
         for _ in range(self._lost.qsize()):
             member, _, error = self._lost.get_nowait()
@@ -299,16 +297,13 @@ class Dispatcher:
             for event in events:
                 match event:
                     case LostReplica():
-                        self._lose_replica(event)
+                        for replica in self._pool.members:
+                            if replica.name == event.name:
+                                self._pool.lose(replica, reason=event.reason, notes=event.notes)
                     case FailedRollout():
                         self._record_failed(event)
                     case Failure():
                         self._note_failure(event)
-
-    def _lose_replica(self, lost: LostReplica) -> None:
-        for member in self._pool.members:
-            if member.name == lost.name:
-                self._pool.lose(member, reason=lost.reason, notes=lost.notes)
 
     async def _follow(self) -> None:
         """Have the workers use the live replicas."""
@@ -318,8 +313,7 @@ class Dispatcher:
                 await self._pool.changed.wait()
             else:
                 self._followed = live
-                replicas = [member.replica for member in live]
-                await self._all(lambda worker, to=replicas: worker.call(RolloutWorker.follow, to))
+                await self._all(RolloutWorker.follow, [member.replica for member in live])
 
     async def _replace(
         self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
@@ -372,40 +366,37 @@ class Dispatcher:
         return None
 
     async def _adopt_publish(self, worker: Worker) -> None:
-        """Pause the tools of a new worker and have it avoid replicas, as the others do; both may change meanwhile."""
-        paused, avoided = False, frozenset[str]()
-        while (paused, avoided) != (self._tools_paused, self._avoided):
-            if paused != self._tools_paused:
-                paused = self._tools_paused
-                await worker.call(RolloutWorker.pause_tools if paused else RolloutWorker.resume_tools)
-            else:
-                avoided = self._avoided
-                await worker.call(RolloutWorker.avoid, avoided)
+        """Have a new worker pause its tools and avoid replicas, as the others do; both may change meanwhile."""
+        adopted = False, frozenset[str]()
+        while adopted != (wanted := (self._tools_paused, self._avoided)):
+            await worker.call(RolloutWorker.adopt, *wanted)
+            adopted = wanted
 
     async def _read(self, groups: Mapping[int, Admission]) -> None:
-        if self._place is not None:
-            stored = await read_stored(self._place, groups.values())
-            for line in stored.notes:
-                self._note(line)
-            for group in groups:
-                self._recovered[group] = stored.groups[group].trajectories if group in stored.groups else ()
-        else:
-            self._recovered |= dict.fromkeys(groups, ())
+        stored = StoredContent() if self._place is None else await read_stored(self._place, groups.values())
+        for line in stored.notes:
+            self._note(line)
+        for group in groups:
+            self._recovered[group] = stored.groups[group].trajectories if group in stored.groups else ()
         self._changed.notify_all()
 
-    async def _all(self, call: Callable[[Worker], Awaitable[None]]) -> None:
+    async def _all(
+        self, method: Callable[Concatenate[RolloutWorker, P], Coroutine[Any, Any, None]], *args: P.args, **kw: P.kwargs
+    ) -> None:
         """Call all live workers."""
-        await asyncio.gather(*(self._call(member, call) for member in list(self._live)))
+        await asyncio.gather(*(self._call(member, method, *args, **kw) for member in list(self._live)))
 
-    async def _control(self, call: Callable[[Worker], Awaitable[None]]) -> None:
-        """Call all live workers; after `end_soon`, one that does not answer a `flush` either is lost."""
+    async def _control(self) -> None:
+        """Have all live workers adopt a publish; after `end_soon`, one that does not answer a `flush` is lost."""
+        state = self._tools_paused, self._avoided
 
         async def ask(member: _Member) -> None:
-            answer, ending = asyncio.create_task(self._call(member, call)), asyncio.create_task(self._ending.wait())
+            answer = asyncio.create_task(self._call(member, RolloutWorker.adopt, *state))
+            ending = asyncio.create_task(self._ending.wait())
             try:
                 await asyncio.wait((answer, ending), return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
-                    await self._call(member, lambda worker: worker.call(RolloutWorker.flush))
+                    await self._call(member, RolloutWorker.flush)
                 if answer.done() or member in self._live:
                     await answer
             finally:
@@ -414,9 +405,15 @@ class Dispatcher:
 
         await asyncio.gather(*map(ask, list(self._live)))
 
-    async def _call(self, member: _Member, call: Callable[[Worker], Awaitable[None]]) -> None:
+    async def _call(
+        self,
+        member: _Member,
+        method: Callable[Concatenate[RolloutWorker, P], Coroutine[Any, Any, None]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> None:
         """Return once a worker has answered or failed."""
         try:
-            await call(member.worker)
+            await member.worker.call(method, *args, **kwargs)
         except WorkerLostError as error:
             self._lose(member, error)

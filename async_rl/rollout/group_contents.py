@@ -7,30 +7,10 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from async_rl.rollout.content.reader import read_groups
-from message_queue.contract import Admission
+from async_rl.rollout.content.reader import ContentPlace, read_groups
 from message_queue.recovery import Restored
-from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import Content, GroupContent, content_of
-from message_queue.trajectory import PromptGroup, ResumeRouting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContentPlace:
-    """Location of the stored rollouts of a run, and the settings to read them."""
-
-    directory: Path
-    """Folder of the files of all writers."""
-    run: str
-    """Unique name of the run, the same at every restart."""
-    fsync: bool
-    """Whether written content survives a loss of power."""
-    trajectories: int
-    """Rollouts of each group."""
-    routing: RoutingSpec | None
-    """Layout of the routing rows; None if the run captures none."""
-    resume_routing: ResumeRouting
-    """How rows of resumed requests are merged."""
+from message_queue.trajectory import Admission, PromptGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +50,7 @@ async def read_stored(place: ContentPlace, admissions: Iterable[Admission]) -> S
     wanted = {admission.group: admission for admission in admissions}
     if not wanted or not place.directory.is_dir():
         return StoredContent()
-    groups, notes = await asyncio.to_thread(
-        read_groups,
-        place.directory,
-        wanted,
-        run=place.run,
-        trajectories=place.trajectories,
-        routing=place.routing,
-        resume_routing=place.resume_routing,
-    )
+    groups, notes = await asyncio.to_thread(read_groups, place, wanted)
     return StoredContent(groups=groups, notes=tuple(notes))
 
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent_loop.loop import Message, Prompt
+from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
 from async_rl.files.validation import explain
+from async_rl.rollout.data import Epochs
 from async_rl.rollout.task import Task
 
-
-class PromptOrder(Protocol):
-    """An endless, deterministic sequence of prompts."""
-
-    def train_prompt(self, index: int) -> Prompt:
-        """Prompt `index`, from 0."""
-        ...
+PromptOrder = Callable[[int], Prompt]
+"""An endless, deterministic sequence of prompts: index, from 0 -> prompt."""
 
 
 class FailedPrompts:
@@ -56,9 +52,8 @@ class FailedPrompts:
         if not prompts:
             self._path.unlink(missing_ok=True)
             return
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self.prompts) + "\n")
-        partial.replace(self._path)
+        with whole_file(self._path) as file:
+            file.write_text(json.dumps(self.prompts) + "\n")
 
 
 class PromptSource:
@@ -99,11 +94,11 @@ class PromptSource:
 
     def at(self, index: int) -> Prompt:
         """Prompt `index` of the order."""
-        return self._order.train_prompt(index)
+        return self._order(index)
 
     def current(self) -> Prompt:
         """The prompt to admit next."""
-        return self._order.train_prompt(self._unfinished[0] if self._unfinished else self._cursor)
+        return self._order(self._unfinished[0] if self._unfinished else self._cursor)
 
     def advance(self) -> None:
         """Move to the next prompt, after the current one was admitted."""
@@ -140,50 +135,32 @@ class _PromptSchema(BaseModel):
     """Input of the reward, such as the expected answer; the task defines the keys."""
 
 
-class PromptFile:
-    """JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`, shuffled in each epoch.
+def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
+    """The prompts of `prompt_file` (see `read_order`), or of the task if there is no file."""
+    if prompt_file is None:
+        return task.train_prompt
 
-    With 3 prompts, the indices 0 to 2 are epoch 0 and index 7 is the second prompt of epoch 2.
+    def check(prompt: Prompt) -> None:
+        task.check_prompt(prompt)
+        task.check_length(prompt)
+
+    return read_order(prompt_file, seed=seed, check=check)
+
+
+def read_order(path: Path, *, seed: int, check: Callable[[Prompt], None] = lambda _prompt: None) -> PromptOrder:
+    """Prompts of JSON lines `{"messages": [{"role": ..., "content": ...}], "target": {...}}`; see `Epochs`.
 
     Args:
         path: file of JSON lines.
-        seed: number that fixes the shuffle.
+        seed: number that fixes the shuffle of each epoch.
         check: raises ValueError for a prompt that the task cannot use; called for every prompt of the file.
 
     Raises:
         ValueError: the file cannot be read or is empty, a line does not match the schema, or `check` refuses a prompt.
             The message names file, line and key.
     """
-
-    def __init__(self, path: Path, *, seed: int, check: Callable[[Prompt], None] = lambda _prompt: None) -> None:
-        self._seed = seed
-        self._entries = _read_entries(path, check)
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def train_prompt(self, index: int) -> Prompt:
-        """Prompt `index`; epoch e is the permutation of the file for the random seed (seed, e)."""
-        epoch, at = divmod(index, len(self._entries))
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, list(range(len(self._entries)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(self._order)
-        return replace(self._entries[self._order[at]], index=index)
-
-
-def prompt_order(task: Task, *, prompt_file: Path | None, seed: int) -> PromptOrder:
-    """The prompts of `prompt_file`, or of the task if there is no file.
-
-    Raises:
-        ValueError: see `PromptFile`.
-    """
-    if prompt_file is None:
-        return task
-
-    def check(prompt: Prompt) -> None:
-        task.check_prompt(prompt)
-        task.check_length(prompt)
-
-    return PromptFile(prompt_file, seed=seed, check=check)
+    entries = Epochs(_read_entries(path, check), seed=seed)
+    return lambda index: replace(entries[index], index=index)
 
 
 def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Prompt]:
@@ -212,11 +189,7 @@ def _read_entries(path: Path, check: Callable[[Prompt], None]) -> Sequence[Promp
 
 
 def _parse_entry(line: str, *, index: int) -> Prompt:
-    """Parse a line.
-
-    Raises:
-        ValueError: the line is not JSON or does not match the schema; the message names the key.
-    """
+    """The prompt of a line; ValueError names the key that does not match the schema."""
     try:
         parsed = _PromptSchema.model_validate_json(line)
     except ValidationError as error:

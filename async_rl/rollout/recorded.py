@@ -1,15 +1,16 @@
-"""Rollouts that are stored while they grow, so that a restart continues unfinished ones."""
+"""Rollouts that are counted and stored while they grow, so that a restart continues unfinished ones."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from agent_loop.text import safe_text, safe_value
 from async_rl.inference.notifier import Notifier
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
 from async_rl.rollout.content.writer import ContentWriter
 from message_queue.errors import AsyncRLError
+from message_queue.ledger import LedgerCounts, LedgerRecord
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
 
@@ -19,20 +20,6 @@ class RolloutLogError(AsyncRLError):
 
 
 class RolloutLog:
-    """Storage of rollouts; this one stores nothing."""
-
-    def append(self, record: RolloutRecord) -> None:
-        """Store a record soon, after all earlier ones."""
-
-    async def flush(self) -> None:
-        """Return once all earlier records are stored.
-
-        Raises:
-            RolloutLogError: writing failed; nothing more is written.
-        """
-
-
-class StoredRolloutLog(RolloutLog):
     """Stores records in order; records that arrive during a call are sent together in the next one."""
 
     def __init__(self, store: ContentWriter) -> None:
@@ -44,7 +31,7 @@ class StoredRolloutLog(RolloutLog):
         self._failure: Exception | None = None
 
     def append(self, record: RolloutRecord) -> None:
-        """See RolloutLog."""
+        """Store a record soon, after all earlier ones."""
         if self._failure is not None:
             return
         self._num_appended += 1
@@ -53,7 +40,11 @@ class StoredRolloutLog(RolloutLog):
             self._sending = asyncio.create_task(self._send(), name="rollout-log")
 
     async def flush(self) -> None:
-        """See RolloutLog."""
+        """Return once all earlier records are stored.
+
+        Raises:
+            RolloutLogError: writing failed; nothing more is written.
+        """
         wanted = self._num_appended
         while self._failure is None and self._num_written < wanted:
             await self._progress.wait()
@@ -144,3 +135,49 @@ class RecordedTrajectory(Trajectory):
             agents={path.path: path.agent for path in self.paths if path.agent != POLICY},
         )
         self._record(len(self), end, self.path)
+
+
+class TokenCount:
+    """Sampled tokens of the groups in rollout, counted when engines return them.
+
+    The queue counts the tokens of the groups it receives. If the two counts of a group differ, tokens are missing or
+    were counted twice.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, int] = {}
+
+    def add(self, group: int, tokens: int) -> None:
+        """Count `tokens` of a group, from an engine or held from before a restart."""
+        self._of[group] = self._of.get(group, 0) + tokens
+
+    def pop(self, group: int) -> int:
+        """Remove a group; returns its tokens."""
+        return self._of.pop(group, 0)
+
+    def settle(self, records: Iterable[LedgerRecord]) -> list[str]:
+        """Describe differences to the queue's counts of ended groups; groups of an earlier start are skipped."""
+        wrong: list[str] = []
+        for record in records:
+            counted = self._of.pop(record["group"], None)
+            if counted is not None and counted != record["tokens"]:
+                wrong.append(f"group {record['group']} ended with {record['tokens']} tokens, of {counted} generated")
+        return wrong
+
+
+def require_closed(counts: LedgerCounts, *, wrong: Sequence[str]) -> None:
+    """Stop a run whose ledger does not close.
+
+    Args:
+        wrong: result of `TokenCount.settle`.
+
+    Raises:
+        RuntimeError: a group or a token is missing or was counted twice; the message has the counts.
+    """
+    if counts.error:
+        raise RuntimeError(f"ledger/error is {counts.error}: {counts}; a group was lost or counted twice")
+    if counts.token_error or wrong:
+        raise RuntimeError(
+            f"ledger/token_error is {counts.token_error}: {counts}; tokens were lost or counted twice: "
+            f"{'; '.join(wrong[:5]) or 'between the queue and the trainer'}"
+        )

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -25,14 +25,12 @@ from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.timeline import Timeline, enclosing
 from agent_loop.user_errors import Failure, failure_of, innermost
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
-from async_rl.rollout.content.records import RolloutRecord, RolloutStep
-from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
-from async_rl.rollout.token_count import TokenCount
-from message_queue.contract import Admission
+from async_rl.rollout.content.format import RolloutRecord, RolloutStep
+from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError, TokenCount
 from message_queue.errors import ContractError, EngineError, PromptError, RolloutError, StateLostError
 from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason
-from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, ResumeRouting, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +101,21 @@ class _Roll:
 
     task: asyncio.Task[object]
     """Task of its agent loops."""
+    prompt: Prompt
+    """Its prompt."""
+    admission: Admission
+    """Its admission."""
     handout: int
     """Number of this hand-out of the group, written into each of its records."""
+    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    """All its trajectories."""
     cancelled: Drop | None = None
     """Reason of a cancel; None if the group was not cancelled."""
+
+    @property
+    def num_sound(self) -> int:
+        """Number of trajectories that did not fail."""
+        return sum(t.stop_reason is not StopReason.ERROR for t in self.trajectories)
 
 
 class Rollouter:
@@ -117,7 +126,7 @@ class Rollouter:
         routing: layout of the routing rows; None if the run captures none.
         trajectories_per_group: rollouts of each prompt.
         resume_routing: handling of rows that a resumed generation recomputes.
-        log: stores rollouts while they grow.
+        log: stores rollouts while they grow; None for none.
         failure: handling of failed rollouts.
         note: called with every failure; its text names the rollout.
         failed: called with each rollout that failed at its last try, or starts over; needs `decode`.
@@ -145,7 +154,7 @@ class Rollouter:
         self._note = note
         self._failed = failed
         self._decode = decode
-        self._log = log or RolloutLog()
+        self._log = log
         self._loop = loop
         self._routing = routing
         self._resume_routing: ResumeRouting = resume_routing
@@ -164,7 +173,8 @@ class Rollouter:
 
     async def flush(self) -> None:
         """Return once all tokens generated so far are stored."""
-        await self._log.flush()
+        if self._log is not None:
+            await self._log.flush()
 
     async def roll(
         self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = (), handout: int = 0
@@ -181,12 +191,14 @@ class Rollouter:
         """
         task = asyncio.current_task()
         assert task is not None
-        roll = self._rolls[admission.group] = _Roll(task, handout)
-        trajectories = self._trajectories(admission.group, existing)
+        roll = self._rolls[admission.group] = _Roll(task, prompt, admission, handout)
+        self.tokens.add(admission.group, sum(t.num_sampled for t in existing))
+        for number, trajectory in enumerate(existing or [self._new_trajectory() for _ in range(self._n)]):
+            roll.trajectories.append(self._watched(roll, number, trajectory))
         try:
-            reason, line = await self._run_all(prompt, admission, trajectories)
+            reason, line = await self._run_all(roll)
             if reason is None:
-                await self._log.flush()
+                await self.flush()
         except asyncio.CancelledError:
             if roll.cancelled is None:
                 raise
@@ -199,105 +211,87 @@ class Rollouter:
                 group=admission.group,
                 reason=reason,
                 line=line,
-                segments=sum(len(t.segments) for t in trajectories),
-                lengths=tuple((t.num_sampled, t.closed) for t in trajectories),
+                segments=sum(len(t.segments) for t in roll.trajectories),
+                lengths=tuple((t.num_sampled, t.closed) for t in roll.trajectories),
             )
         return PromptGroup(
             group=admission.group,
             prompt=prompt.index,
             admitted_version=admission.admitted_version,
             admitted_update=admission.admitted_update,
-            trajectories=trajectories,
+            trajectories=roll.trajectories,
         )
-
-    def _trajectories(self, group: int, existing: Sequence[Trajectory]) -> list[Trajectory]:
-        """All trajectories of a group, with their existing content."""
-        self.tokens.add(group, sum(t.num_sampled for t in existing))
-        started = existing or [self._new_trajectory() for _ in range(self._n)]
-        return [self._watched(group, number, trajectory) for number, trajectory in enumerate(started)]
 
     def _new_trajectory(self) -> Trajectory:
         return Trajectory(routing=self._routing, resume_routing=self._resume_routing)
 
-    def _watched(self, group: int, number: int, trajectory: Trajectory) -> Trajectory:
+    def _watched(self, roll: _Roll, number: int, trajectory: Trajectory) -> Trajectory:
         """A trajectory whose tokens are counted and, if there is a log, stored while it grows."""
-
-        def count(tokens: int) -> None:
-            self.tokens.add(group, tokens)
-
-        handout = self._rolls[group].handout
+        group, handout = roll.admission.group, roll.handout
 
         def record(at: int, what: RolloutStep, path: int) -> None:
-            self._log.append(
-                RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what, path=path)
-            )
+            found = RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what, path=path)
+            if self._log is not None:
+                self._log.append(found)
 
-        return RecordedTrajectory(trajectory, record=record, flush=self._log.flush, count=count)
+        count = partial(self.tokens.add, group)
+        return RecordedTrajectory(trajectory, record=record, flush=self.flush, count=count)
 
-    async def _run_all(
-        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory]
-    ) -> tuple[Drop | None, str]:
+    async def _run_all(self, roll: _Roll) -> tuple[Drop | None, str]:
         """Fill all trajectories side by side. Returns the reason and the user's line if the group failed."""
-        self._fail_replaced(trajectories)
+        self._fail_replaced(roll)
+        prompt, trajectories = roll.prompt.index, roll.trajectories
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for number, trajectory in enumerate(trajectories):
                     if not trajectory.closed:
-                        rollouts.create_task(self._member(prompt, admission, trajectories, number))
+                        rollouts.create_task(self._member(roll, number))
                 if self._failure.on_failed == "fill":
-                    for _ in range(self._n - _num_sound(trajectories)):  # failed before a restart
-                        number = self._grow(admission.group, trajectories)
-                        rollouts.create_task(self._member(prompt, admission, trajectories, number))
+                    for _ in range(self._n - roll.num_sound):  # failed before a restart
+                        rollouts.create_task(self._member(roll, self._grow(roll)))
         except ExceptionGroup as errors:
             fatal = errors.subgroup((EngineError, ContractError, RolloutLogError))
             if fatal is not None:
                 raise fatal from None
             failure = failure_of(errors.exceptions[0])
-            return Drop(DropKind.ROLLOUT_FAILED, f"prompt {prompt.index}: {failure.text}"), failure.line
+            return Drop(DropKind.ROLLOUT_FAILED, f"prompt {prompt}: {failure.text}"), failure.line
         if not all(trajectory.closed for trajectory in trajectories):
-            text = f"prompt {prompt.index}: a rollout ended without closing its trajectory"
+            text = f"prompt {prompt}: a rollout ended without closing its trajectory"
             return Drop(DropKind.ROLLOUT_FAILED, text), ""
-        left = _num_sound(trajectories)
-        if left < min(2, self._n):
-            return Drop(DropKind.TOO_FEW_LEFT, f"{left} of {self._n} are left"), ""
+        if roll.num_sound < min(2, self._n):
+            return Drop(DropKind.TOO_FEW_LEFT, f"{roll.num_sound} of {self._n} are left"), ""
         return None, ""
 
-    def _fail_replaced(self, trajectories: list[Trajectory]) -> None:
+    def _fail_replaced(self, roll: _Roll) -> None:
         """Close rollouts that failed before a restart, if the record of their end is damaged.
 
         With `fill`, each failed rollout has a replacement. One that is open again would be one too many.
         """
-        surplus = _num_sound(trajectories) - self._n
-        for trajectory in [t for t in trajectories if not t.closed][: max(0, surplus)]:
+        surplus = max(0, roll.num_sound - self._n)
+        for trajectory in [t for t in roll.trajectories if not t.closed][:surplus]:
             trajectory.close(stop_reason=StopReason.ERROR, reward=0.0)
 
-    def _grow(self, group: int, trajectories: list[Trajectory]) -> int:
+    def _grow(self, roll: _Roll) -> int:
         """Add a trajectory to a group; returns its number."""
-        trajectories.append(self._watched(group, len(trajectories), self._new_trajectory()))
-        return len(trajectories) - 1
+        roll.trajectories.append(self._watched(roll, len(roll.trajectories), self._new_trajectory()))
+        return len(roll.trajectories) - 1
 
-    async def _member(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> None:
+    async def _member(self, roll: _Roll, number: int) -> None:
         """Run one rollout and, with `fill`, its replacements after permanent failures."""
-        while not await self._traced_run(prompt, admission, trajectories, number) and self._failure.on_failed == "fill":
-            number = self._grow(admission.group, trajectories)
+        while True:
+            span = self.timeline.span("trajectory", group=roll.admission.group, trajectory=number)
+            with span as started, enclosing(started):
+                succeeded = await self._run(roll, number)
+            if succeeded or self._failure.on_failed != "fill":
+                return
+            number = self._grow(roll)
 
-    async def _traced_run(
-        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int
-    ) -> bool:
-        """As `_run`, with a time span that has those of the agent loop."""
-        with self.timeline.span("trajectory", group=admission.group, trajectory=number) as span, enclosing(span):
-            return await self._run(prompt, admission, trajectories, number)
-
-    async def _run(self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int) -> bool:
-        """Run one rollout with its retries; returns whether it succeeded.
-
-        Raises:
-            Exception: it failed permanently, and so does its group.
-        """
-        session, policy = session_name(admission.group, number), self._failure
+    async def _run(self, roll: _Roll, number: int) -> bool:
+        """Run one rollout with its retries; returns whether it succeeded, or raises if its group fails with it."""
+        session, policy = session_name(roll.admission.group, number), self._failure
         for tried in range(1, policy.max_retries + 2):
             try:
-                await self._run_loop(prompt, admission, trajectories, number, is_retry=tried > 1)
+                await self._run_loop(roll, number, is_retry=tried > 1)
                 self._failing.clear()
                 return True
             except (EngineError, ContractError, RolloutLogError):
@@ -308,32 +302,31 @@ class Rollouter:
                 hopeless = isinstance(error, PromptError) or line in self._failing
                 left = tried <= policy.max_retries
                 text = (
-                    f"rollout {session} of prompt {prompt.index} failed, {tried} of {policy.max_retries + 1} times"
+                    f"rollout {session} of prompt {roll.prompt.index} failed, {tried} of {policy.max_retries + 1} times"
                     f"{', and is not tried again' * (left and hopeless)}: {failure.text}"
                 )
                 self._note(replace(failure, text=text))
                 if hopeless or not left:
                     self._failing |= {line} - {""}
-                    await self._report_failed(prompt, admission, number, trajectories[number], failure)
-                    if not (trajectories[number].turns and self._bears_failure(trajectories)):
+                    await self._report_failed(roll, number, failure)
+                    if not (roll.trajectories[number].turns and self._bears_failure(roll)):
                         raise
                     break
             await asyncio.sleep(policy.retry_wait_s)
-        trajectories[number].close(stop_reason=StopReason.ERROR, reward=0.0)
+        roll.trajectories[number].close(stop_reason=StopReason.ERROR, reward=0.0)
         return False
 
-    async def _report_failed(
-        self, prompt: Prompt, admission: Admission, number: int, trajectory: Trajectory, failure: Failure
-    ) -> None:
+    async def _report_failed(self, roll: _Roll, number: int, failure: Failure) -> None:
         if self._decode is None:
             return
+        trajectory, admission = roll.trajectories[number], roll.admission
         loop = asyncio.get_running_loop()  # user code may have taken all threads of its default executor
         text, turns = await loop.run_in_executor(_DECODING, text_of, trajectory, self._decode)
         self._failed(
             FailedRollout(
                 group=admission.group,
                 trajectory=number,
-                prompt_index=prompt.index,
+                prompt_index=roll.prompt.index,
                 admitted_version=admission.admitted_version,
                 error=failure.text,
                 error_kind=failure.kind,
@@ -344,36 +337,29 @@ class Rollouter:
             )
         )
 
-    async def _run_loop(
-        self, prompt: Prompt, admission: Admission, trajectories: list[Trajectory], number: int, *, is_retry: bool
-    ) -> None:
+    async def _run_loop(self, roll: _Roll, number: int, *, is_retry: bool) -> None:
         """Run the agent loop; if a tool has lost its state, on an empty trajectory in place of the existing one.
 
         The first record of the empty one replaces all earlier records (see `async_rl.rollout.content.reader`).
         """
-        group, trajectory = admission.group, trajectories[number]
-        session, salt = session_name(group, number), f"v{admission.admitted_version}"
+        admission, trajectory = roll.admission, roll.trajectories[number]
+        session, salt = session_name(admission.group, number), f"v{admission.admitted_version}"
         try:
-            await run_loop(self._loop, prompt, trajectory, session=session, cache_salt=salt)
+            await run_loop(self._loop, roll.prompt, trajectory, session=session, cache_salt=salt)
         except StateLostError as error:
             failure = failure_of(error)
             text = f"rollout {session} starts over, without {trajectory.num_sampled} tokens: {error}"
             self._note(replace(failure, text=text))
             if not is_retry:  # the failure before a retry was reported
-                await self._report_failed(prompt, admission, number, trajectory, failure)
-            self.tokens.add(group, -trajectory.num_sampled)
-            trajectories[number] = self._watched(group, number, self._new_trajectory())
-            await run_loop(self._loop, prompt, trajectories[number], session=session, cache_salt=salt)
+                await self._report_failed(roll, number, failure)
+            self.tokens.add(admission.group, -trajectory.num_sampled)
+            fresh = roll.trajectories[number] = self._watched(roll, number, self._new_trajectory())
+            await run_loop(self._loop, roll.prompt, fresh, session=session, cache_salt=salt)
 
-    def _bears_failure(self, trajectories: Sequence[Trajectory]) -> bool:
+    def _bears_failure(self, roll: _Roll) -> bool:
         """Whether a group continues without one of its rollouts."""
-        match self._failure.on_failed:
-            case "drop":
-                return False
-            case "rest":
-                return True
-            case "fill":
-                return len(trajectories) - self._n < self._failure.max_fills
+        policy, added = self._failure, len(roll.trajectories) - self._n
+        return policy.on_failed == "rest" or (policy.on_failed == "fill" and added < policy.max_fills)
 
 
 async def run_loop(loop: AgentLoop, prompt: Prompt, trajectory: Trajectory, *, session: str, cache_salt: str) -> None:
@@ -406,7 +392,3 @@ def text_of(trajectory: Trajectory, decode: Callable[[Int32Array], str]) -> tupl
     if turns and not turns[-1]["text"]:
         turns.pop()  # it failed before the model answered
     return next(iter(observed), ""), turns
-
-
-def _num_sound(trajectories: Sequence[Trajectory]) -> int:
-    return sum(t.stop_reason is not StopReason.ERROR for t in trajectories)

@@ -26,11 +26,10 @@ from agent_loop.engine import Engine, SamplingConfig
 from agent_loop.environment import EnvironmentClass, EnvironmentLoop
 from agent_loop.loop import AgentLoop, Prompt, TurnLimits
 from agent_loop.programs.program import Program
-from agent_loop.reward import Reward, RewardFunction
+from agent_loop.reward import FunctionReward, Reward, RewardFunction, weighted
 from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
-from agent_loop.tools.state import ToolClass, ToolSource
+from agent_loop.tools.functions import FunctionTool, ToolClass, ToolSource
 from agent_loop.tools.tool import PauseGate, Tool, ToolRunner, describe_tool
 from agent_loop.user_errors import describe_error
 from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, leave_out, open_rows, split_rows
@@ -57,12 +56,12 @@ class Task:
 
     Args:
         prompts: rows to train on; see `async_rl.rollout.data.Source`.
-        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.tools.functions`. None
+        rewards: a function, several, or name -> function or (weight, function); see `agent_loop.reward`. None
             if the agent gives each reward.
         environment: in place of rewards and tools, a class that answers each turn; see `agent_loop.environment`.
         validation: rows that are never trained on, as a separate source, as a share of `prompts`, or as several
             sets, name -> source.
-        tools: functions, classes whose methods are the tools (`agent_loop.tools.state`), servers
+        tools: functions, classes whose methods are the tools (`agent_loop.tools.functions`), servers
             (`agent_loop.McpServer`), or objects with the interface of `agent_loop.Tool`. Without tools a rollout is one
             turn.
         agent: a program that calls the model over HTTP, in place of `tools`; see `agent_loop.programs.program`.
@@ -140,10 +139,11 @@ class Task:
         for tool in tools:
             if hasattr(tool, "opened"):
                 self._tool_sources.append(tool)
-            elif _is_class(tool):
+            elif inspect.isclass(tool.func if isinstance(tool, functools.partial) else tool):
                 self._tool_sources.append(ToolClass(tool))
             else:
-                self._tools.append(tool if _is_tool(tool) else FunctionTool(tool))
+                is_tool = all(hasattr(tool, name) for name in ("name", "description", "parameters"))
+                self._tools.append(cast(Tool, tool) if is_tool else FunctionTool(tool))
         self._checked = [part for part in (self.reward, self._environment, *self._tool_sources) if part is not None]
         self._format = PromptFormat(template=template, system=system)
         self._shuffle = shuffle
@@ -351,7 +351,7 @@ class TaskConfig:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the function besides `seed`, the seed of the run."""
     prompt_file: Path | None = None
-    """JSON lines of prompts to train on instead of the task's own stream; see `rollout.prompts.PromptFile`."""
+    """JSON lines of prompts to train on instead of the task's own stream; see `rollout.prompts.read_order`."""
 
     def __post_init__(self) -> None:
         module, _, name = self.factory.rpartition(":")
@@ -360,11 +360,7 @@ class TaskConfig:
 
 
 def _check_types(*, texts: Mapping[str, Any], tools: Any, max_prompt_tokens: Any) -> None:
-    """Check arguments of `Task` from a user who may have no type checker.
-
-    Raises:
-        ValueError: one has another type; names it.
-    """
+    """Refuse arguments of `Task` of another type, as a user may have no type checker."""
     if max_prompt_tokens is not None and not (isinstance(max_prompt_tokens, int) and max_prompt_tokens > 0):
         raise ValueError(f"max_prompt_tokens is {max_prompt_tokens!r}; give a whole number above 0, or None")
     for name, text in texts.items():
@@ -375,11 +371,7 @@ def _check_types(*, texts: Mapping[str, Any], tools: Any, max_prompt_tokens: Any
 
 
 def _check_agents(agents: Any, *, program: Program | None) -> None:
-    """Check the argument `agents` of `Task`.
-
-    Raises:
-        ValueError: it cannot be used.
-    """
+    """Refuse an argument `agents` of `Task` that cannot be used."""
     if not isinstance(agents, Mapping) or not all(name and isinstance(name, str) for name in agents):
         raise ValueError(f'agents is {agents!r}; give name -> whether it is trained, such as {{"planner": True}}')
     given = cast(Mapping[str, object], agents)
@@ -485,11 +477,7 @@ def _call_factory(factory: Any, config: TaskConfig, *, seed: int) -> Task:
 
 
 def _check_options(config: TaskConfig, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Compare the names of the options with the parameters of a factory.
-
-    Raises:
-        ValueError: an option is unknown or missing; names it.
-    """
+    """Refuse an unknown or missing option of a factory."""
     kinds = {parameter.kind for parameter in parameters.values()}
     known = [name for name, parameter in parameters.items() if parameter.kind in _NAMED and name != "seed"]
     shown = f"its options are {', '.join(known)}" if known else "it has no options"
@@ -507,11 +495,7 @@ def _check_options(config: TaskConfig, parameters: Mapping[str, inspect.Paramete
 
 
 def _num_tokens(prompt: Prompt, chat: Chat) -> int:
-    """Tokens of a prompt.
-
-    Raises:
-        ValueError: the chat template leaves out one of several system messages, or a tool call.
-    """
+    """Tokens of a prompt; refuses one whose system messages or tool calls the chat template leaves out."""
     token_ids = chat.prompt(prompt.messages)
     systems = [message.content for message in prompt.messages if message.role == "system"]
     calls = [call.name for message in prompt.messages for call in message.tool_calls]
@@ -528,14 +512,6 @@ def _num_tokens(prompt: Prompt, chat: Chat) -> int:
 def _set_name(name: str) -> str:
     """Of a set of held-out rows in texts."""
     return f"validation[{name!r}]" if name else "validation"
-
-
-def _is_tool(tool: Any) -> bool:
-    return all(hasattr(tool, name) for name in ("name", "description", "parameters"))
-
-
-def _is_class(tool: Any) -> bool:
-    return inspect.isclass(tool.func if isinstance(tool, functools.partial) else tool)
 
 
 def _import_module(name: str) -> ModuleType:

@@ -58,10 +58,7 @@ class Validator:
                 rollouts.create_task(self._roll(prompt, trajectory, number=number, place=place))
                 for (place, prompt), trajectory in zip(prompts, trajectories, strict=True)
             ]
-        return [
-            self._validated(trajectory, error=task.result())
-            for trajectory, task in zip(trajectories, tasks, strict=True)
-        ]
+        return [self._validated(*each) for each in zip(trajectories, (task.result() for task in tasks), strict=True)]
 
     async def _roll(self, prompt: Prompt, trajectory: Trajectory, *, number: int, place: int) -> str | None:
         """Run one rollout; returns None, or its error."""
@@ -75,7 +72,7 @@ class Validator:
             return failure_of(error).text
         return None
 
-    def _validated(self, trajectory: Trajectory, *, error: str | None) -> ValidationRollout:
+    def _validated(self, trajectory: Trajectory, error: str | None) -> ValidationRollout:
         versions = [segment.weights.version for segment in trajectory.segments if len(segment)]
         token_ids = trajectory.token_ids().tolist()
         start = len(trajectory.turns[0].observation) if trajectory.turns else 0
@@ -150,9 +147,8 @@ class ValidationSchedule:
 
     def request(self, step: int) -> None:
         """Request a round if one is due after train step `step`."""
-        if self._validate is None or step == self._last:
-            return
-        if not is_due(step, every=self._every, per_batch=self._per_batch):
+        is_asked = step != self._last and is_due(step, every=self._every, per_batch=self._per_batch)
+        if self._validate is None or not is_asked:
             return
         if self._requests.full():
             self._recorder.warn(f"validation at step {step} skipped: the one before still runs")

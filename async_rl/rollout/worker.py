@@ -18,15 +18,14 @@ from async_rl.inference.stub import InProcess
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import ContentPlace
-from async_rl.rollout.recorded import RolloutLog, StoredRolloutLog
+from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
-from message_queue.contract import Admission
 from message_queue.errors import JournalError
 from message_queue.heads import GroupHead, head_of
 from message_queue.ledger import Drop
 from message_queue.training_sequence import Content, content_of
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 
 APPEND_TURNS = 20  # event-loop iterations for rollouts to append received answers
 
@@ -107,7 +106,7 @@ class RolloutWorker(InProcess):
         """
         await self.end()
         self._writer = await ContentWriter.open(place.directory, name=writer, run=place.run, fsync=place.fsync)
-        self._rollouter = self._make_rollouter(StoredRolloutLog(self._writer))
+        self._rollouter = self._make_rollouter(RolloutLog(self._writer))
 
     async def roll(
         self, prompt: Prompt, admission: Admission, existing: Sequence[Trajectory] = (), *, handout: int
@@ -152,13 +151,13 @@ class RolloutWorker(InProcess):
         if self._writer is not None:
             await self._writer.forget(groups)
 
-    async def pause_tools(self) -> None:
-        """No tool starts from now on; running ones finish."""
-        self._gate.pause()
-
-    async def resume_tools(self) -> None:
-        """Tools may start from now on."""
-        self._gate.resume()
+    async def adopt(self, tools_paused: bool, avoided: Collection[str]) -> None:
+        """From now on no tool starts while they are paused; avoided replicas get requests only if no other is live."""
+        if tools_paused:
+            self._gate.pause()
+        else:
+            self._gate.resume()
+        self._pool.avoid(avoided)
 
     async def validate(self, prompts: Sequence[tuple[int, Prompt]], *, number: int) -> RolledPrompts:
         """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
@@ -167,10 +166,6 @@ class RolloutWorker(InProcess):
     async def follow(self, replicas: Sequence[PoolReplica]) -> None:
         """Use exactly these replicas from now on."""
         self._pool.follow(replicas)
-
-    async def avoid(self, names: Collection[str]) -> None:
-        """Send requests to these replicas only if no other is live."""
-        self._pool.avoid(names)
 
     async def events(self) -> list[WorkerEvent]:
         """Events since the last call, as soon as there is one."""

@@ -19,11 +19,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import AgentLoop, Message, Prompt
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenRequest
+from agent_loop.programs.conversation import (
+    ChatAnswer,
+    ChatRequest,
+    EndpointError,
+    ModelAccess,
+    NoRolloutWaiting,
+    RequestError,
+    TokenRequest,
+)
 from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.errors import EndpointError, NoRolloutWaiting, RequestError
-from agent_loop.programs.endpoint.sessions import OpenedSession, SessionHandle, SessionHost
-from agent_loop.programs.program import ModelAccess
+from agent_loop.programs.endpoint.host import OpenedSession, Sessions
+from agent_loop.programs.session import AgentSession
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.simulator.processes import Process, current_process
@@ -49,7 +56,7 @@ session_name: ContextVar[str] = ContextVar("session", default="")
 class Endpoint:
     """Where a worker serves its sessions, in place of a server; see `agent_loop.programs.endpoint.server.serve`."""
 
-    def __init__(self, world: World, host: SessionHost, *, run_key: str, config: EndpointConfig) -> None:
+    def __init__(self, world: World, host: Sessions, *, run_key: str, config: EndpointConfig) -> None:
         process = current_process()
         assert process is not None
         self._world = world
@@ -67,7 +74,7 @@ class Endpoint:
         if self._world.endpoints.get(self.url) is self:
             del self._world.endpoints[self.url]
 
-    async def post(self, act: Callable[[SessionHost], Coroutine[Any, Any, T]]) -> T:
+    async def post(self, act: Callable[[Sessions], Coroutine[Any, Any, T]]) -> T:
         """The answer of the worker to a request.
 
         Raises:
@@ -121,10 +128,10 @@ class Agent:
         await self._leave()
         return await self._reward()
 
-    async def post(self, act: Callable[[SessionHandle], Coroutine[Any, Any, T]]) -> T:
+    async def post(self, act: Callable[[AgentSession], Coroutine[Any, Any, T]]) -> T:
         """Make a request with the key of the session."""
 
-        async def with_key(host: SessionHost) -> T:
+        async def with_key(host: Sessions) -> T:
             session = host.session_of(self.key)
             if session is None:
                 raise RequestError("the key is not valid")
@@ -263,7 +270,7 @@ class Agent:
             case how:
                 report = value if how == "reported" else {POLICY: value}
 
-                async def reward(session: SessionHandle) -> None:
+                async def reward(session: AgentSession) -> None:
                     session.reward(report)
 
                 self.world.oracle.rewarded(self.session, value)
@@ -341,13 +348,13 @@ async def external_agent(world: World, number: int) -> None:
             await asyncio.sleep(chance.random())
 
 
-async def _open(host: SessionHost) -> OpenedSession:
+async def _open(host: Sessions) -> OpenedSession:
     return host.open()
 
 
-async def _report(reward: float, session: SessionHandle) -> None:
+async def _report(reward: float, session: AgentSession) -> None:
     session.reward(reward)
 
 
-async def _end(session: SessionHandle) -> None:
+async def _end(session: AgentSession) -> None:
     session.end()

@@ -10,7 +10,7 @@ import numpy as np
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.checks import kept_tokens
-from async_rl.inference.replica import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
+from async_rl.inference.gate import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator import model
 from async_rl.simulator.trainer import INITIAL

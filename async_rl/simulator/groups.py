@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_rl.controller.checkpoints import RunState
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from async_rl.rollout.group_contents import StoredContent
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulator.violations import require
-from message_queue.contract import Admission, QueueSnapshot
+from message_queue.contract import QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
 from message_queue.ledger import DropKind
 from message_queue.recovery import Restored
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World

@@ -24,11 +24,12 @@ from async_rl.simulator.trainer import INITIAL
 from async_rl.simulator.trajectory_checks import Rollout, TrajectoryJudge
 from async_rl.simulator.violations import require
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from message_queue.contract import Admission, Batch, QueueSnapshot
+from message_queue.contract import Batch, QueueSnapshot
 from message_queue.events import Admitted, Event, Loaded, Published
 from message_queue.heads import GroupHead
 from message_queue.recovery import Restored
 from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.trajectory import Admission
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World

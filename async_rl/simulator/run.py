@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from async_rl.cluster.queue import QueueClient, QueueHost
-from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.replica import REFUSALS, ReplicaClient, ReplicaHost
 from async_rl.cluster.worker import RolloutHost, WorkerClient
 from async_rl.controller.checkpoints import Checkpoints
 from async_rl.controller.parts import RunParts
@@ -19,7 +19,6 @@ from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
-from async_rl.rollout.schedule_replay import NoReplay
 from async_rl.rollout.task import TaskConfig, held_out_sets
 from async_rl.simulator import model
 from async_rl.simulator.agents import EXTERNAL, external_agent
@@ -92,7 +91,8 @@ class Run:
         )
         order = SimulatedTask(config.task.options, seed=config.seed)
         self.parts = RunParts(
-            processes=self,
+            start_queue=self.start_queue,
+            replace_trainer=self.replace_trainer,
             checkpoints=Checkpoints(config.output_dir / "checkpoints", config=config.checkpoint),
             publisher=publisher,
             replicas=supervisor,
@@ -102,9 +102,8 @@ class Run:
             trace=Trace(None),
             weights_directory=world.directory / "weights",
             held_out=held_out_sets(order.validation_prompts(config.validation.prompts)),
-            schedule_replay=NoReplay(),
         )
-        self.recovery = RecoveryLoop(config, self.parts, order=order, resume=resume)
+        self.recovery = RecoveryLoop(config, self.parts, order=order.train_prompt, resume=resume)
 
     async def go(self) -> bool:
         """Run to the end or to what stops it, as `Launcher.run` does."""
@@ -132,14 +131,8 @@ class Run:
     # ---- parts that may be lost; see `async_rl.controller.processes.Processes`
 
     async def start_queue(self) -> _Queue:
-        config = self._config
-        host = QueueHost(
-            batch_groups=config.rollout.groups_per_batch,
-            staleness=config.staleness,
-            max_ready=config.queue.max_ready,
-            updates_per_batch=config.trainer.updates_per_batch,
-        )
-        return _Queue(self._process("queue", host), timeout_s=config.queue.timeout_s)
+        host = QueueHost(self._config)
+        return _Queue(self._process("queue", host), timeout_s=self._config.queue.timeout_s)
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)
@@ -185,7 +178,7 @@ class Run:
         host = ReplicaHost()
         replica = SimulatedReplica(name, world=self._world, token_s=self._world.scenario.token_s[slot])
         host.serve(Observed(replica), refusals=REFUSALS)
-        return ReplicaClient(ReplicaAddress(actor=self._process(name, host), name=name, timeout_s=CALL_S))
+        return ReplicaClient(self._process(name, host), name=name, timeout_s=CALL_S)
 
     def _process(self, name: str, host: object) -> Process:
         draw = random.Random(f"{name} {self._number} {len(self._all)} {self._world.scenario.config.seed}")

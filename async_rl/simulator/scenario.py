@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 from async_rl.config import RunConfig, load_config
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate
-from async_rl.inference.replica import KVPolicy
 from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.trajectory import ResumeRouting
 

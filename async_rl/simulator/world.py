@@ -23,7 +23,7 @@ from typing import Any
 from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.rollout import group_contents
-from async_rl.rollout.content.records import RolloutRecord
+from async_rl.rollout.content.format import RolloutRecord
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.run import causes
@@ -37,11 +37,11 @@ from async_rl.simulator.scenario import KINDS, Fault, Scenario
 from async_rl.simulator.violations import Violation, require
 from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop
 from message_queue import recovery
-from message_queue.contract import Admission
 from message_queue.events import Event as QueueEvent
 from message_queue.journal import EventJournal
 from message_queue.recovery import JournalPlace, Restored
 from message_queue.state import QueueState
+from message_queue.trajectory import Admission
 
 Event = tuple[float, str, str, tuple[object, ...]]
 OPERATOR_S = 20.0  # until a run is restarted

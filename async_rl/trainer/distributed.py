@@ -50,23 +50,35 @@ class ProcessGroups:
         self.rank, self.size = rank, world_size
         self.device = _device(rank)
         self._owned = not dist.is_initialized()
+        parallel, timeout = config.parallel, timedelta(seconds=config.timeout_s)
+        layout = (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor_size)
         if self._owned:
-            timeout = timedelta(seconds=config.timeout_s)
+            host, _, port = (rendezvous or "").rpartition(":")
             dist.init_process_group(
                 "nccl" if self.device.type == "cuda" else "gloo",
-                store=HashStore() if rendezvous is None else _join_store(rendezvous, timeout),
+                store=TCPStore(host, int(port), wait_for_workers=False, timeout=timeout) if host else HashStore(),
                 rank=rank,
                 world_size=world_size,
                 timeout=timeout,
                 device_id=self.device if self.device.type == "cuda" else None,
             )
-            _cut_into_groups(config)
-        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != _wanted(config):
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=parallel.tensor,
+                pipeline_model_parallel_size=parallel.pipeline,
+                virtual_pipeline_model_parallel_size=(
+                    parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None
+                ),
+                context_parallel_size=parallel.context,
+                expert_model_parallel_size=parallel.expert,
+                expert_tensor_parallel_size=parallel.expert_tensor_size,
+                distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
+            )
+        elif (dist.get_rank(), dist.get_world_size()) != (rank, world_size) or _layout() != layout:
             raise RuntimeError(
                 f"this process is rank {dist.get_rank()} of {dist.get_world_size()} in layout {_layout()}; a trainer "
-                f"of rank {rank} of {world_size} in layout {_wanted(config)} needs a separate process"
+                f"of rank {rank} of {world_size} in layout {layout} needs a separate process"
             )
-        saving = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout_s))
+        saving = dist.new_group(backend="gloo", timeout=timeout)
         self.saving = cast(dist.ProcessGroup, saving)
         self.reseed(config.seed)
         self.coordinates = Coordinates(
@@ -87,7 +99,7 @@ class ProcessGroups:
         return {
             "cpu": torch.get_rng_state(),
             "device": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
-            "megatron": _megatron_random().get_states(),
+            "megatron": cast(Any, tensor_parallel.get_cuda_rng_tracker()).get_states(),
         }
 
     def set_random_state(self, state: dict[str, Any]) -> None:
@@ -95,7 +107,7 @@ class ProcessGroups:
         torch.set_rng_state(state["cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state["device"])
-        _megatron_random().set_states(state["megatron"])
+        cast(Any, tensor_parallel.get_cuda_rng_tracker()).set_states(state["megatron"])
 
     def gather(self, value: object, *, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Values of all ranks, by rank, through `group` or the default group. Values are pickled. Collective."""
@@ -130,11 +142,6 @@ def tensor_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
 
-def pipeline_group() -> dist.ProcessGroup:
-    """Controller parallelism: ranks with the stages of one copy of the model."""
-    return cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
-
-
 def expert_group() -> dist.ProcessGroup:
     """Expert parallelism: ranks with different experts of the same layers."""
     return cast(dist.ProcessGroup, parallel_state.get_expert_model_parallel_group())
@@ -150,16 +157,6 @@ def context_group() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
-def _megatron_random() -> Any:
-    """Megatron's named generators for dropout and initial weights."""
-    return tensor_parallel.get_cuda_rng_tracker()
-
-
-def _join_store(rendezvous: str, timeout: timedelta) -> TCPStore:
-    host, _, port = rendezvous.rpartition(":")
-    return TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
-
-
 def _device(rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -168,24 +165,8 @@ def _device(rank: int) -> torch.device:
     return device
 
 
-def _cut_into_groups(config: TrainerConfig) -> None:
-    parallel = config.parallel
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor,
-        pipeline_model_parallel_size=parallel.pipeline,
-        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
-        context_parallel_size=parallel.context,
-        expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor_size,
-        distributed_timeout_minutes=max(1, round(config.timeout_s / 60)),
-    )
-
-
-def _wanted(config: TrainerConfig) -> tuple[int, ...]:
-    parallel = config.parallel
-    return (parallel.tensor, parallel.pipeline, parallel.context, parallel.expert, parallel.expert_tensor_size)
-
-
 def _layout() -> tuple[int, ...]:
-    groups = (tensor_group(), pipeline_group(), context_group(), expert_group(), expert_tensor_group())
+    """Sizes of the groups of this process."""
+    pipeline = cast(dist.ProcessGroup, parallel_state.get_pipeline_model_parallel_group())
+    groups = (tensor_group(), pipeline, context_group(), expert_group(), expert_tensor_group())
     return tuple(group.size() for group in groups)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.layout import adapted_modules
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.model.source import WeightSource
+from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.digest import WeightsDigest, digest_of
-from async_rl.weights.host_copy import HostCopy
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.pretrained import save_adapter, save_pretrained
 from async_rl.weights.remote import upload
-from async_rl.weights.snapshots import Snapshots
+from async_rl.weights.snapshots import HostCopy, Snapshots
 from async_rl.weights.transport import (
     MANIFEST,
     Backend,
@@ -42,6 +45,72 @@ from async_rl.weights.transport import (
 _Tensors: TypeAlias = "Sequence[tuple[str, Tensor]]"
 
 
+class VersionWriter:
+    """Writes the weights of each version for engines, and keeps what its next version needs.
+
+    Args:
+        source: weights of all ranks.
+        groups: process groups of this rank.
+        delta: write most versions as changes of the version before.
+        host: address of this node, if versions stay in its memory and are served from there.
+        direct: backend by which engines receive versions from the memory of this rank; None with other routes.
+
+    Attributes:
+        source: weights of all ranks.
+        server: serves the versions of this node or rank, from the first one on; None if another rank does.
+    """
+
+    def __init__(
+        self, source: WeightSource, groups: ProcessGroups, *, delta: bool, host: str | None, direct: Backend | None
+    ) -> None:
+        self.source = source
+        self.server: VersionServer | None = None
+        self._groups, self._host = groups, host
+        self._direct: Backend | None = direct
+        self._bases = Bases() if delta else None
+        self._servers: list[str] | None = None  # of the node of each rank, or of the rank
+        stream = torch.cuda.Stream(groups.device) if groups.device.type == "cuda" else None
+        self._ring = None if stream is None else cycle((HostCopy(stream), HostCopy(stream)))
+        self._snapshots = Snapshots(stream)
+        self._files = MappedFiles()
+
+    def write(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate | None:
+        """Write a version; see `export_update`. With `direct` engines receive it from the memory of each rank."""
+        if self._host is not None and self._servers is None and isinstance(directory, Path):
+            self._servers = self._serve(self._host, directory)
+        if self._direct is None or self._servers is None or isinstance(directory, str):
+            return export_update(
+                self.source,
+                directory,
+                version=version,
+                keep_version=keep_version,
+                bases=self._bases,
+                servers=self._servers,
+                files=self._files,
+                ring=self._ring,
+            )
+        self._snapshots.discard(keep_version=keep_version)
+        copy = partial(self._snapshots.start, version)
+        parts = _write_buckets(self.source, lambda _, tensors: digest_of(tensors), copy=copy)
+        if parts is None:
+            return None
+        update = update_of(version_folder(directory, version), version=version, buckets=_in_order(parts))
+        return replace(update, direct=Direct(_sources(self._servers, parts), self._direct))
+
+    def _serve(self, host: str, directory: Path) -> list[str]:
+        """Start a server of versions on the first rank of each node, or on all; return the one of each rank."""
+        places = self._groups.gather(host if self._direct is None else f"{host}, rank {self._groups.rank}")
+        if places.index(places[self._groups.rank]) == self._groups.rank:
+            self.server = VersionServer(host, directory if self._direct is None else self._snapshots)
+        addresses = self._groups.gather(None if self.server is None else self.server.address)
+        return [addresses[places.index(place)] for place in places]
+
+    def close(self) -> None:
+        """Stop the server."""
+        if self.server is not None:
+            self.server.close()
+
+
 def export_update(
     source: WeightSource,
     directory: Path | str,
@@ -58,7 +127,7 @@ def export_update(
     Args:
         source: weights of all ranks.
         directory: parent of the folders of the versions, or its URL in an object store. Each rank then writes a bucket
-            in the memory of its node first.
+            in the memory of its node first, and rank 0 uploads the manifest when all buckets are there.
         version: `param_version`.
         keep_version: oldest version that a replica may need.
         bases: what this rank has published last, if versions are written as changes; they become this version.
@@ -73,42 +142,18 @@ def export_update(
         OSError: `directory` has no free space or is not writable.
         UpdateError: an object store has a damaged manifest.
     """
-    if isinstance(directory, str):
-        return _export_remote(source, directory, version=version, keep_version=keep_version, bases=bases, ring=ring)
-    rank = dist.get_rank()
-    folder = version_folder(directory, version)
+    rank, url = dist.get_rank(), directory if isinstance(directory, str) else None
     base = None if bases is None else bases.base_of_next()
-    if rank == (0 if servers is None else servers.index(servers[rank])):
-        discard_updates(directory, keep_version=keep_version, spare_for=folder if base is None else None)
-    parts = _write_buckets(source, partial(write_bucket, folder, bases=bases, files=files), copy=_in_turn(ring))
-    if bases is not None:
-        bases.published(version)
-    if parts is None:
-        return None
-    update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
-    return update if servers is None else replace(update, sources=_sources(servers, parts))
+    with nullcontext(directory) if isinstance(directory, Path) else _upload_folder(directory, rank) as parent:
+        folder = version_folder(parent, version)
+        if url is not None and rank == 0:
+            discard_remote_updates(url, keep_version=keep_version)
+        if url is None and rank == (0 if servers is None else servers.index(servers[rank])):
+            discard_updates(parent, keep_version=keep_version, spare_for=folder if base is None else None)
 
-
-def _export_remote(
-    source: WeightSource,
-    url: str,
-    *,
-    version: int,
-    keep_version: int,
-    bases: Bases | None,
-    ring: Iterator[HostCopy] | None,
-) -> WeightUpdate | None:
-    """As `export_update`, into an object store. Rank 0 uploads the manifest when all buckets are there."""
-    rank = dist.get_rank()
-    base = None if bases is None else bases.base_of_next()
-    if rank == 0:
-        discard_remote_updates(url, keep_version=keep_version)
-    with _upload_folder(url, rank) as directory:
-        folder = version_folder(directory, version)
-
-        def write(number: int, tensors: Sequence[tuple[str, Tensor]]) -> WeightsDigest:
-            digest = write_bucket(folder, number, tensors, bases=bases)
-            for file in folder.iterdir():
+        def write(number: int, tensors: _Tensors) -> WeightsDigest:
+            digest = write_bucket(folder, number, tensors, bases=bases, files=files if url is None else None)
+            for file in () if url is None else folder.iterdir():
                 upload(file, f"{url}/{folder.name}/{file.name}")
                 file.unlink()
             return digest
@@ -120,8 +165,10 @@ def _export_remote(
             return None
         folder.mkdir(parents=True, exist_ok=True)  # of a rank without tensors
         update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
-        upload(folder / MANIFEST, f"{url}/{folder.name}/{MANIFEST}")
-    return replace(update, url=f"{url}/{folder.name}")
+        if url is not None:
+            upload(folder / MANIFEST, f"{url}/{folder.name}/{MANIFEST}")
+            return replace(update, url=f"{url}/{folder.name}")
+    return update if servers is None else replace(update, sources=_sources(servers, parts))
 
 
 @contextmanager
@@ -133,31 +180,6 @@ def _upload_folder(url: str, rank: int) -> Generator[Path]:
         yield directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def export_direct(
-    source: WeightSource,
-    directory: Path,
-    *,
-    version: int,
-    keep_version: int,
-    snapshots: Snapshots,
-    servers: Sequence[str],
-    backend: Backend,
-) -> WeightUpdate | None:
-    """As `export_update`, into the memory of each rank; engines receive it from there.
-
-    Args:
-        snapshots: buckets of this rank.
-        servers: address of the server of each rank, by rank.
-        backend: communication backend of the groups that engines form with them.
-    """
-    snapshots.discard(keep_version=keep_version)
-    parts = _write_buckets(source, lambda _, tensors: digest_of(tensors), copy=partial(snapshots.start, version))
-    if parts is None:
-        return None
-    update = update_of(version_folder(directory, version), version=version, buckets=_in_order(parts))
-    return replace(update, direct=Direct(_sources(servers, parts), backend))
 
 
 def _in_turn(ring: Iterator[HostCopy] | None) -> Callable[[int, _Tensors], HostCopy] | None:
@@ -216,11 +238,7 @@ def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None
     Raises:
         OSError: the disk has no free space or `folder` is not writable.
     """
-    tensors = source.on_first_rank()
-    if dist.get_rank() == 0:
-        save_pretrained(folder, tensors, like=like)
-    for _ in tensors:  # on the other ranks this sends their buckets
-        pass
+    _save(source, partial(save_pretrained, folder, like=like))
 
 
 def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start: Path) -> None:
@@ -229,16 +247,16 @@ def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start
     Raises:
         OSError: the disk has no free space or `folder` is not writable.
     """
-    tensors = WeightSource(model.chunks, shape=model.shape, adapters=True).on_first_rank()
+    modules = config.target_modules or adapted_modules(model.shape)
+    save = partial(save_adapter, folder, rank=config.rank, alpha=config.alpha, target_modules=modules, start=start)
+    _save(WeightSource(model.chunks, shape=model.shape, adapters=True), save)
+
+
+def _save(source: WeightSource, save: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    """Save the tensors of all ranks on rank 0."""
+    tensors = source.on_first_rank()
     if dist.get_rank() == 0:
-        save_adapter(
-            folder,
-            tensors,
-            rank=config.rank,
-            alpha=config.alpha,
-            target_modules=config.target_modules or adapted_modules(model.shape),
-            start=start,
-        )
+        save(tensors)
     for _ in tensors:  # on the other ranks this sends their buckets
         pass
 

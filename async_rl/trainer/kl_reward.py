@@ -10,7 +10,7 @@ import torch
 
 from async_rl.trainer.batch.training_batch import BatchError
 from async_rl.trainer.forward_backward import ForwardBackward
-from async_rl.trainer.loss.mismatch import share
+from async_rl.trainer.metrics import share
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import MicroBatches
 

@@ -1,4 +1,9 @@
-"""Sums over the tokens and routing rows of micro-batches, and the metrics of a train step computed from these sums."""
+"""Sums over the tokens and routing rows of micro-batches, and the metrics of a train step computed from these sums.
+
+The mismatch is the difference d = current - behaviour logprob of a token, in nat, by lag bucket and sign of the
+advantage. All results are sums or maxima over tokens, so that micro-batches and ranks add up exactly. Quantiles are
+computed from a histogram with fixed bins.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +14,133 @@ import torch
 from torch import Tensor
 
 from async_rl.metrics.registry import LAGS, of_layer
-from async_rl.trainer.loss.mismatch import BINS, COLUMNS, SIGNS, mismatch_metrics, share
 from async_rl.trainer.router_replay import ROUTING_SUMS
+
+SIGNS = ("negative", "zero", "positive")
+COLUMNS = ("tokens", "k1", "k3", "abs", "f2", "f5", "chi2", "weight", "weight_squared", "entropy")
+LOWEST, HIGHEST, PER_OCTAVE = -24, 6, 8  # |d| from 2^-24 to 2^6 nat; 8 bins per octave: a bin is 9 % wide
+BINS = (HIGHEST - LOWEST) * PER_OCTAVE + 1  # the first bin includes smaller |d|, the last one larger |d|
+_CUTS = {
+    "": (slice(None), slice(None)),
+    **{sign: (slice(None), SIGNS.index(sign)) for sign in ("positive", "negative")},
+    **{lag: (i, slice(None)) for i, lag in enumerate(LAGS)},
+}
+"""Ending of a metric's key -> its part of a column [LAGS, SIGNS] of the table."""
+
+
+def lag_buckets(lag: Tensor, pure_lag0: Tensor) -> Tensor:
+    """Index into LAGS for each token, int64 [n].
+
+    Lags (0, 0, 1, 2, 3, 9) with only the first token pure: (0, 1, 2, 3, 4, 4).
+
+    Args:
+        lag: int64 [n], staleness in optimizer updates.
+        pure_lag0: bool [n]; see `async_rl.trainer.batch.training_batch`.
+    """
+    return torch.where(pure_lag0, 0, 1 + lag.long().clamp(0, len(LAGS) - 2))
+
+
+def token_sums(
+    *,
+    current: Tensor,
+    behaviour: Tensor,
+    entropy: Tensor,
+    advantages: Tensor,
+    lag_bucket: Tensor,
+    extra: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Sums over n tokens, for `TokenSums`.
+
+    A token with lag bucket 2 and negative advantage is counted at table[:, 2, 0].
+
+    Args:
+        current, behaviour: logprobs [n].
+        entropy: [n], nat.
+        advantages: [n].
+        lag_bucket: int64 [n], index into LAGS.
+        extra: further columns [n] of the table.
+
+    Returns:
+        table: float64 [columns, LAGS, SIGNS], sums of COLUMNS and `extra`.
+        histogram: float64 [LAGS, BINS], number of tokens by |d|.
+        abs_max: float64 [LAGS], the largest |d|, 0 without tokens.
+    """
+    d = (current.detach() - behaviour).double()
+    size, excess = d.abs(), torch.expm1(d)  # expm1 keeps the digits of a small d
+    weight = excess + 1
+    columns = (
+        torch.ones_like(d),
+        -d,
+        excess - d,
+        size,
+        size > math.log(2),
+        size > math.log(5),
+        excess.square(),
+        weight,
+        weight.square(),
+        entropy.detach(),
+        *extra.values(),
+    )
+    cell = lag_bucket * len(SIGNS) + advantages.sign().long() + 1
+    cells = len(LAGS) * len(SIGNS)
+    member = (cell.unsqueeze(1) == torch.arange(cells, device=d.device)).double()
+    table = torch.stack([column.double() for column in columns]) @ member
+    bins = ((size.log2() - LOWEST) * PER_OCTAVE).clamp(0, BINS - 1).long()
+    histogram = d.new_zeros(len(LAGS) * BINS).scatter_add_(0, lag_bucket * BINS + bins, torch.ones_like(d))
+    abs_max = d.new_zeros(len(LAGS)).scatter_reduce_(0, lag_bucket, size, "amax")
+    return {
+        "table": table.view(len(columns), len(LAGS), len(SIGNS)),
+        "histogram": histogram.view(len(LAGS), BINS),
+        "abs_max": abs_max,
+    }
+
+
+def quantile(histogram: Tensor, share: float, *, largest: float) -> float:
+    """Upper bound on the `share` quantile of |d| in nat, at most 9 % too large; NaN without tokens.
+
+    The bound is at least 2^-24. If the quantile is above 2^6, the bound is `largest`. 99 tokens with |d| = 0.1 and one
+    with 1.0: the bound for share=0.99 is 0.1051.
+
+    Args:
+        histogram: float64 [BINS].
+        share: 0..1.
+        largest: the largest |d| of the tokens.
+    """
+    total = float(histogram.sum())
+    if not total:
+        return math.nan
+    reached = int((histogram.cumsum(0) < math.ceil(share * total)).sum())
+    if reached >= BINS - 1:
+        return largest
+    return min(largest, 2.0 ** (LOWEST + (reached + 1) / PER_OCTAVE))
+
+
+def mismatch_metrics(table: Tensor, histogram: Tensor, *, abs_max: float) -> dict[str, float]:
+    """Metrics of a set of tokens; NaN without tokens.
+
+    Args:
+        table: float64 [columns], sums of COLUMNS.
+        histogram: float64 [BINS].
+        abs_max: the largest |d|.
+    """
+    sums = dict(zip(COLUMNS, table.tolist(), strict=False))
+    tokens = sums["tokens"]
+    return {
+        "mismatch/k1": share(sums["k1"], tokens),
+        "mismatch/k3": share(sums["k3"], tokens),
+        "mismatch/abs_mean": share(sums["abs"], tokens),
+        "mismatch/abs_p99": quantile(histogram, 0.99, largest=abs_max),
+        "mismatch/abs_max": abs_max if tokens else math.nan,
+        "mismatch/f2": share(sums["f2"], tokens),
+        "mismatch/f5": share(sums["f5"], tokens),
+        "mismatch/chi2": share(sums["chi2"], tokens),
+        "ess/token": share(sums["weight"] ** 2, tokens * sums["weight_squared"]),
+    }
+
+
+def share(part: float, whole: float) -> float:
+    """part / whole; NaN if `whole` is 0."""
+    return part / whole if whole else math.nan
 
 
 class TokenSums:
@@ -60,12 +190,11 @@ class TokenSums:
 
     def metrics(self, *, updates: int) -> dict[str, float]:
         """Metrics of a train step with `updates` optimizer updates; shares without tokens are NaN."""
-        tokens = self._tokens()
-        entropy = self._table[COLUMNS.index("entropy")].sum().item()
+        count = self._table[0]
+        tokens = float(count.sum())
         found = {
             "loss": self._loss.item() / updates,
-            "tokens": tokens,
-            "entropy": share(entropy, tokens),
+            "entropy": self._share("entropy"),
             "ess/sequence": self._sequence_ess(),
         }
         found |= mismatch_metrics(
@@ -74,30 +203,18 @@ class TokenSums:
         for i, lag in enumerate(LAGS):
             of_lag = mismatch_metrics(self._table[:, i].sum(1), self._histogram[i], abs_max=float(self._abs_max[i]))
             found |= {f"{key}_{lag}": value for key, value in of_lag.items()}
-            found[f"tokens/{lag}"] = self._tokens(lag=i)
-        for sign in ("positive", "negative"):
-            found[f"tokens/{sign}"] = self._tokens(sign=SIGNS.index(sign))
+        found |= {f"tokens/{part}" if part else "tokens": float(count[at].sum()) for part, at in _CUTS.items()}
         for name in self._extra:
-            found |= self._kl(tokens) if name == "kl" else self._filter(name)
+            if name == "kl":
+                found["kl/reference"] = self._share("kl")
+            else:
+                found |= {f"{name}/fraction{part and '_'}{part}": self._share(name, part) for part in _CUTS}
         return found
 
-    def _tokens(self, *, lag: int | None = None, sign: int | None = None) -> float:
-        counts = self._table[0] if lag is None else self._table[0, lag : lag + 1]
-        return float((counts if sign is None else counts[:, sign]).sum())
-
-    def _filter(self, name: str) -> dict[str, float]:
-        """Share of tokens that a filter changed: of all tokens, by sign of the advantage, and by lag bucket."""
-        touched = self._table[self._columns.index(name)]
-        found = {f"{name}/fraction": share(touched.sum().item(), self._tokens())}
-        for sign in ("positive", "negative"):
-            at = SIGNS.index(sign)
-            found[f"{name}/fraction_{sign}"] = share(touched[:, at].sum().item(), self._tokens(sign=at))
-        for i, lag in enumerate(LAGS):
-            found[f"{name}/fraction_{lag}"] = share(touched[i].sum().item(), self._tokens(lag=i))
-        return found
-
-    def _kl(self, tokens: float) -> dict[str, float]:
-        return {"kl/reference": share(self._table[self._columns.index("kl")].sum().item(), tokens)}
+    def _share(self, name: str, part: str = "") -> float:
+        """Mean of a column over the tokens of a part of the table."""
+        column, at = self._table[self._columns.index(name)], _CUTS[part]
+        return share(float(column[at].sum()), float(self._table[0][at].sum()))
 
     def _sequence_ess(self) -> float:
         """Effective sample size of the trajectories with weights prod(exp(d)), as a share of their number."""
@@ -116,13 +233,9 @@ def routing_sums(micro_batches: Sequence[Mapping[int, Tensor]], *, layers: Seque
         layers: global numbers of all layers with experts.
     """
     out = torch.zeros(len(layers), len(ROUTING_SUMS), dtype=torch.float64)
-    place = {layer: i for i, layer in enumerate(layers)}
-    found: dict[int, list[Tensor]] = {}
-    for of_one in micro_batches:
-        for layer, sums in of_one.items():
-            found.setdefault(layer, []).append(sums)
-    for layer, sums in found.items():
-        out[place[layer]] = torch.stack(sums).sum(0).cpu()
+    for row, layer in zip(out, layers, strict=True):
+        if found := [of_one[layer] for of_one in micro_batches if layer in of_one]:
+            row.copy_(torch.stack(found).sum(0))
     return out
 
 

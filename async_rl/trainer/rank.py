@@ -6,19 +6,21 @@ import ctypes
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from torch import Tensor
 
 from agent_loop.timeline import Timeline
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.distributed import ProcessGroups
-from async_rl.trainer.export import adapter_folder, export_adapter, export_direct, export_pretrained, export_update
+from async_rl.trainer.export import VersionWriter, adapter_folder, export_adapter, export_pretrained
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
@@ -31,16 +33,13 @@ from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values
+from async_rl.trainer.state.adam import Optimizer
 from async_rl.trainer.state.checkpoint import Manifest, copy_state, fields_of, load_state, read_manifest, write_state
-from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
-from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards, object_of_rank, shard_like
+from async_rl.trainer.state.optimizer import OptimizerConfig
+from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
-from async_rl.weights.broadcast import VersionServer
-from async_rl.weights.host_copy import HostCopy
 from async_rl.weights.model_info import read_model_info
-from async_rl.weights.overwrite import MappedFiles
-from async_rl.weights.snapshots import Snapshots
-from async_rl.weights.transport import Backend, Bases, WeightUpdate, remove_directory
+from async_rl.weights.transport import Backend, WeightUpdate, remove_directory
 
 _TRIM_THRESHOLD, _MAX_MAPPED_BLOCKS = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
 
@@ -89,6 +88,9 @@ class TrainerRank:
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Attributes:
+        model: this rank's part of the model; gradients remain in `main_grad` until the next update.
+        data_rank: rank in the data-parallel group; it determines the sequences of this rank.
+        records: whether this rank writes the recorded groups of a batch.
         timeline: time spans of this rank. On a GPU they end when the host continues, not when the kernels have ended.
 
     Raises:
@@ -116,45 +118,31 @@ class TrainerRank:
         self.timeline = Timeline("rank")
         self._config = config
         self._loss = loss
-        self._recorder = recorder
+        self._recorder, self.records = recorder, recorder is not None
         self._info = read_model_info(checkpoint)
         self._groups = ProcessGroups(config, rank=rank, world_size=world_size, rendezvous=rendezvous)
-        self._model = build_model(checkpoint, config=config, device=self._groups.device)
-        load_weights(self._model.chunks, checkpoint, shape=self._model.shape)
+        self.data_rank = self._groups.data_rank
+        self.model: BuiltModel = build_model(checkpoint, config=config, device=self._groups.device)
+        load_weights(self.model.chunks, checkpoint, shape=self.model.shape)
         self._start = checkpoint
-        self._model_fields = fields_of(self._model.shape, config=config, start=checkpoint)
-        self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=config)
-        self._reference = ReferenceWeights(self._model.chunks) if loss.kl_coefficient > 0 else None
+        self._serves = host is not None
+        self._model_fields = fields_of(self.model.shape, config=config, start=checkpoint)
+        self._optimizer = Optimizer(self.model.wrapped, config=optimizer, trainer=config)
+        self._reference = ReferenceWeights(self.model.chunks) if loss.kl_coefficient > 0 else None
         self._snapshot: ReferenceWeights | None = None  # weights of `score`
-        self._source = WeightSource(self._model.chunks, shape=self._model.shape)
-        self._bases = Bases() if delta else None
-        self._host = host
-        self._server: VersionServer | None = None
-        self._servers: list[str] | None = None  # of the node of each rank, or of the rank, from the first export on
-        stream = torch.cuda.Stream(self._groups.device) if self._groups.device.type == "cuda" else None
-        self._ring = None if stream is None else cycle((HostCopy(stream), HostCopy(stream)))
-        self._direct: Backend | None = direct
-        self._snapshots = Snapshots(stream)
-        self._files = MappedFiles()
+        source = WeightSource(self.model.chunks, shape=self.model.shape)
+        self._versions = VersionWriter(source, self._groups, delta=delta, host=host, direct=direct)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Otherwise the proximal policy is the current policy, because a batch has only one update.
+        self._needs_proximal = (
+            config.updates_per_batch > 1
+            or config.router_replay == "R2"
+            or loss.needs_proximal_pass
+            or loss.penalises_rewards
+        )
         self._planner = Planner(config=config, loss=loss)
         self._peak = _peak(config, self._groups.device)
-        self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self._model)
-
-    @property
-    def model(self) -> BuiltModel:
-        """This rank's part of the model; gradients remain in `main_grad` until the next update."""
-        return self._model
-
-    @property
-    def data_rank(self) -> int:
-        """Rank in the data-parallel group; it determines the sequences of this rank."""
-        return self._groups.data_rank
-
-    @property
-    def records(self) -> bool:
-        """Whether this rank writes the recorded groups of a batch."""
-        return self._recorder is not None
+        self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self.model)
 
     # ---- training
 
@@ -182,7 +170,7 @@ class TrainerRank:
             with self.timeline.span("reference"):
                 for _, micro_batches in planned:
                     self._forward_backward.reference(micro_batches, self._reference)
-        if self._needs_proximal_pass:
+        if self._needs_proximal:
             with self.timeline.span("proximal"):
                 for _, micro_batches in planned:
                     self._forward_backward.proximal(micro_batches)
@@ -192,12 +180,15 @@ class TrainerRank:
                 plan, planned, coefficient=self._loss.kl_coefficient, passes=self._forward_backward
             )
         trained, steps = iter(planned), list[tuple[float, float]]()
-        for update in plan.updates:
-            steps.append((0.0, self._optimizer.skip()) if update is None else self._policy_update(*next(trained)))
+        for each in plan.updates:
+            if each is None:
+                steps.append((0.0, self._optimizer.skip()))
+                continue
+            update, micro_batches = next(trained)
+            objective = self._forward_backward.policy_objective(update, micro_batches)
+            steps.append(self._update(update, micro_batches, objective, self._config.aux_loss_coefficient))
         with self.timeline.span("record"):
             self._record(plan, planned)
-        if not planned:
-            return self._nothing_to_train(lr=steps[-1][1])
         results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
         return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty
 
@@ -214,7 +205,7 @@ class TrainerRank:
         if not updates:
             return {}
         operations = train_operations(
-            self._model.shape,
+            self.model.shape,
             plan.batch.lengths[[number for update in updates for number in update.sequences]],
             num_loss_tokens=sum(update.num_loss_tokens for update in updates),
             lora=self._config.lora,
@@ -261,10 +252,8 @@ class TrainerRank:
 
     def snapshot_weights(self) -> None:
         """Copy the current weights for `score`, until the next call."""
-        if self._snapshot is None:
-            self._snapshot = ReferenceWeights(self._model.chunks)
-        else:
-            self._snapshot.renew()
+        self._snapshot = None  # frees its memory
+        self._snapshot = ReferenceWeights(self.model.chunks)
 
     def score(self, batch: TrainingBatch) -> list[Tensor]:
         """As `logprobs`, under the weights of the last `snapshot_weights`, or the current weights if there was none."""
@@ -277,41 +266,12 @@ class TrainerRank:
 
     def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
         """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
-        if self._host is not None and self._servers is None and isinstance(directory, Path):
-            self._servers = self._serve(self._host, directory)
         with self.timeline.span("export", version=version):
-            if self._direct is not None and self._servers is not None and isinstance(directory, Path):
-                return export_direct(
-                    self._source,
-                    directory,
-                    version=version,
-                    keep_version=keep_version,
-                    snapshots=self._snapshots,
-                    servers=self._servers,
-                    backend=self._direct,
-                )
-            return export_update(
-                self._source,
-                directory,
-                version=version,
-                keep_version=keep_version,
-                bases=self._bases,
-                servers=self._servers,
-                files=self._files,
-                ring=self._ring,
-            )
-
-    def _serve(self, host: str, directory: Path) -> list[str]:
-        """Start a server of versions on the first rank of each node, or on all; return the one of each rank."""
-        places = self._groups.gather(host if self._direct is None else f"{host}, rank {self._groups.rank}")
-        if places.index(places[self._groups.rank]) == self._groups.rank:
-            self._server = VersionServer(host, directory if self._direct is None else self._snapshots)
-        addresses = self._groups.gather(None if self._server is None else self._server.address)
-        return [addresses[places.index(place)] for place in places]
+            return self._versions.write(directory, version=version, keep_version=keep_version)
 
     def remove_updates(self, directory: Path | str) -> None:
         """Remove `directory` with all versions, on the machine of rank 0, or on those of all ranks if they serve it."""
-        if dist.get_rank() == 0 or self._host is not None:
+        if dist.get_rank() == 0 or self._serves:
             remove_directory(directory)
 
     def save_pretrained(self, folder: Path, *, like: Path) -> None:
@@ -319,9 +279,9 @@ class TrainerRank:
 
         With LoRA these are the merged weights, and the adapters alone are written next to them, into `folder`-adapter.
         """
-        export_pretrained(self._source, folder, like=like)
+        export_pretrained(self._versions.source, folder, like=like)
         if self._config.lora.rank:
-            export_adapter(self._model, adapter_folder(folder), config=self._config.lora, start=self._start)
+            export_adapter(self.model, adapter_folder(folder), config=self._config.lora, start=self._start)
 
     def save(self, directory: Path) -> Future[None]:
         """Copy model, optimizer, schedule and random state, and write them in a thread as folder `directory`.
@@ -376,17 +336,16 @@ class TrainerRank:
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights."""
-        self._optimizer = Optimizer(self._model.wrapped, config=optimizer, trainer=self._config)
+        self._optimizer = Optimizer(self.model.wrapped, config=optimizer, trainer=self._config)
         if self._reference is not None:
-            self._reference = ReferenceWeights(self._model.chunks)
+            self._reference = ReferenceWeights(self.model.chunks)
 
     def close(self) -> None:
         """Leave the process groups, when recorded rollouts and the last checkpoint are on the disk."""
         self._writer.shutdown()
         if self._recorder is not None:
             self._recorder.flush()
-        if self._server is not None:
-            self._server.close()
+        self._versions.close()
         self._groups.close()
 
     # ---- inside
@@ -395,7 +354,7 @@ class TrainerRank:
         self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
     ) -> MicroBatches:
         """Micro-batches of this rank for `update`, with the configured router replay if `replay` is None."""
-        model = self._model
+        model = self.model
         builder = MicroBatchBuilder(
             plan.batch,
             update,
@@ -423,18 +382,6 @@ class TrainerRank:
             routing = self._info.routing
             self._recorder.write(plan.batch, values, moe_layers=() if routing is None else routing.layers)
 
-    @property
-    def _needs_proximal_pass(self) -> bool:
-        """If False, the proximal policy is the current policy, because a batch has only one update."""
-        config, loss = self._config, self._loss
-        several = config.updates_per_batch > 1
-        return several or config.router_replay == "R2" or loss.needs_proximal_pass or loss.penalises_rewards
-
-    def _policy_update(self, update: UpdatePlan, micro_batches: MicroBatches) -> tuple[float, float]:
-        """Run an update on a mini-batch; returns (gradient norm, learning rate)."""
-        objective = self._forward_backward.policy_objective(update, micro_batches)
-        return self._update(update, micro_batches, objective, self._config.aux_loss_coefficient)
-
     def _update(
         self,
         update: UpdatePlan,
@@ -443,55 +390,33 @@ class TrainerRank:
         aux_loss_coefficient: float,
     ) -> tuple[float, float]:
         """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
-        self._set_aux_loss(aux_loss_coefficient, rows=update.num_tokens)
+        # Megatron multiplies the loss of a micro-batch by its tokens.
+        self.model.config.moe_aux_loss_coeff = aux_loss_coefficient / max(1, update.num_tokens)
         self._optimizer.zero_grad()
         with self.timeline.span("forward_backward", micro_batches=len(micro_batches)):
             self._forward_backward.train(micro_batches, objective)
         with self.timeline.span("optimizer"):
             return self._optimizer.step()
 
-    def _set_aux_loss(self, coefficient: float, *, rows: int) -> None:
-        """Divide the coefficient by `rows`, because megatron multiplies the loss of a micro-batch by its tokens."""
-        self._model.config.moe_aux_loss_coeff = coefficient / max(1, rows)
-
     def _metrics(
         self, results: Sequence[MicroBatchResults], steps: Sequence[tuple[float, float]], *, trajectories: int
     ) -> dict[str, float]:
         """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
-        sums = TokenSums(self._extra_columns, trajectories=trajectories)
+        extra = (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
+        sums = TokenSums(extra, trajectories=trajectories)
         for of_one in results if self._forward_backward.counts_tokens else ():
             sums.add(of_one.sums, trajectories=of_one.trajectories)
-        sums.reduce(
-            self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=torch.distributed.ReduceOp.MAX)
-        )
-        routed = routing_sums([of_one.routing_sums for of_one in results], layers=self._replayed_layers)
-        routed = self._groups.sum_over_ranks(routed)
+        sums.reduce(self._groups.sum_over_ranks, partial(self._groups.sum_over_ranks, op=dist.ReduceOp.MAX))
+        routing = self._info.routing
+        layers = () if routing is None or self._config.router_replay == "none" else routing.layers
+        routed = routing_sums([of_one.routing_sums for of_one in results], layers=layers)
         grad_norms, lrs = zip(*steps, strict=True)
         return {
             **sums.metrics(updates=len(steps)),
-            **routing_metrics(routed, layers=self._replayed_layers),
+            **routing_metrics(self._groups.sum_over_ranks(routed), layers=layers),
             "grad_norm": max(grad_norms),
             "lr": lrs[-1],
         }
-
-    def _nothing_to_train(self, *, lr: float) -> dict[str, float]:
-        empty = TokenSums(self._extra_columns, trajectories=0)
-        return {
-            **empty.metrics(updates=1),
-            **routing_metrics(routing_sums([], layers=self._replayed_layers), layers=self._replayed_layers),
-            "grad_norm": 0.0,
-            "lr": lr,
-        }
-
-    @property
-    def _replayed_layers(self) -> tuple[int, ...]:
-        """Global numbers of the layers with replayed routing, on all ranks."""
-        routing = self._info.routing
-        return () if routing is None or self._config.router_replay == "none" else routing.layers
-
-    @property
-    def _extra_columns(self) -> tuple[str, ...]:
-        return (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
 
     def _state(self, *, loading: bool, reference: bool, random: bool) -> dict[str, Any]:
         """Content of a checkpoint as nested shards."""
@@ -501,27 +426,18 @@ class TrainerRank:
             state["optimizer"] = optimizer  # if empty, another rank writes it for this rank
         if self._reference is not None and reference:
             state["reference"] = {
-                name: shard_like(weights[name], self._reference.frozen(tensor), "reference")
+                name: make_sharded_optimizer_tensor(weights[name], self._reference.frozen(tensor), "reference")
                 for name, tensor in live_tensors(weights).items()
             }
         if random:
-            state["random"] = object_of_rank(
-                "random", self._groups.random_state(), rank=self._groups.rank, ranks=self._groups.size
-            )
+            ranks, rank = (self._groups.size,), (self._groups.rank,)
+            state["random"] = ShardedObject("random", self._groups.random_state(), ranks, rank)
         return state
 
     def _weight_shards(self) -> dict[str, Any]:
         """Shards of the weights in a checkpoint."""
-        return model_shards(self._model.chunks, lora=self._config.lora.rank > 0)
+        return model_shards(self.model.chunks, lora=self._config.lora.rank > 0)
 
     def _layout(self) -> dict[str, int]:
         parallel = self._config.parallel
-        return {
-            "ranks": self._config.ranks,
-            "tensor": parallel.tensor,
-            "pipeline": parallel.pipeline,
-            "virtual_pipeline": parallel.virtual_pipeline,
-            "expert": parallel.expert,
-            "expert_tensor": parallel.expert_tensor_size,
-            "context": parallel.context,
-        }
+        return {"ranks": self._config.ranks, **asdict(parallel), "expert_tensor": parallel.expert_tensor_size}

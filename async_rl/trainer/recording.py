@@ -38,7 +38,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +53,6 @@ from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
 from async_rl.trainer.step import FILTERS, MicroBatches, MicroBatchResults
 from message_queue.errors import AsyncRLError
-from message_queue.heads import TrajectoryHead
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import SampledRun, TrainingSequence
 
@@ -120,7 +119,7 @@ def recorded_values(
     """
     batch, recorded = plan.batch, plan.batch.recorded
     wanted = np.isin(batch.index[:, 0], list(recorded.heads))
-    numbers = [[n for n in _trained(update) if wanted[n]] for update, _ in planned]
+    numbers = [[n for n in update.sequences if wanted[n]] for update, _ in planned]
     counts = [int(batch.num_loss_tokens[number]) for own in numbers for number in own]
     flat = torch.zeros(len(VALUES) * sum(counts) + len(planned), dtype=torch.float64)
     values, totals = flat[: -len(planned) or None].view(len(VALUES), -1), flat[len(flat) - len(planned) :]
@@ -140,11 +139,6 @@ def recorded_values(
     values[VALUES.index("gradient_share")] /= totals[steps].clamp(min=torch.finfo(torch.float64).tiny)
     parts = np.split(values.numpy(), np.cumsum(counts)[:-1], axis=1)
     return dict(zip((number for own in numbers for number in own), parts, strict=True))
-
-
-def _trained(update: UpdatePlan) -> list[int]:
-    """Sequences of an update on all ranks, ascending."""
-    return sorted(n for of_rank in update.micro_batches for numbers in of_rank for n in numbers)
 
 
 def _token_places(batch: TrainingBatch, update: UpdatePlan, sequences: Sequence[int], *, start: int) -> Int64Array:
@@ -246,34 +240,34 @@ def rollout_table(
         moe_layers: global numbers of the MoE layers, from 0.
         routing_bytes: see `RecordConfig`.
     """
-    rows: list[dict[str, Any]] = []
-    tokens: list[_Tokens] = []
+    rows, tokens, last = list[dict[str, Any]](), list[dict[str, NDArray[Any]]](), list[TrainingSequence | None]()
     for group, head in sorted(batch.recorded.heads.items()):
         for number, trajectory in enumerate(head.trajectories):
             for path, of_path in _by_path(batch, group, number).items():
-                of_tokens = _tokens(batch, values, of_path)
-                common = {
+                tokens.append(_tokens(batch, values, of_path))
+                last.append(of_path[-1].sequence if of_path else None)
+                row = {
                     "train_step": batch.recorded.train_step,
                     "group": head.group,
                     "trajectory": number,
                     "path": path,
                     "prompt_index": head.prompt,
                     "admitted_version": head.admitted_version,
+                    "reward": trajectory.reward,
+                    "info": list(trajectory.info.items()),
+                    "stop_reason": str(trajectory.stop_reason),
                 }
-                of_training = _of_training(batch, group, of_path, of_tokens, tokenizer)
-                rows.append(common | _of_trajectory(trajectory) | of_training)
-                tokens.append(of_tokens)
+                rows.append(row | _of_training(batch, group, of_path, tokens[-1]["token_ids"], tokenizer))
     table = pa.Table.from_pylist(rows, schema=_ROW)
-    offsets = pa.array(np.cumsum([0, *(len(t.token_ids) for t in tokens)]), pa.int32())
-    columns = {"token_ids": pa.array(np.concatenate([t.token_ids for t in tokens]))}
-    for i, name in enumerate(_PER_TOKEN):
-        numbers = np.concatenate([t.numbers[i] for t in tokens])
-        columns[name] = pa.array(numbers, mask=np.isnan(numbers))
-    effect = np.concatenate([t.effect for t in tokens])
-    columns["effect"] = pa.DictionaryArray.from_arrays(pa.array(effect, mask=effect < 0), pa.array(EFFECTS))
-    for name, column in columns.items():
+    offsets = pa.array(np.cumsum([0, *(len(of_path["token_ids"]) for of_path in tokens)]), pa.int32())
+    for name in ("token_ids", *_PER_TOKEN, "effect"):
+        flat = np.concatenate([of_path[name] for of_path in tokens])
+        if name == "effect":
+            column = pa.DictionaryArray.from_arrays(pa.array(flat, mask=flat < 0), pa.array(EFFECTS))
+        else:
+            column = pa.array(flat, mask=np.isnan(flat))
         table = table.append_column(name, pa.ListArray.from_arrays(offsets, column))
-    routing = _routing_column([t.last for t in tokens], bytes_left=routing_bytes)
+    routing = _routing_column(last, bytes_left=routing_bytes)
     if routing is None:
         return table
     layers = {"moe_layers": json.dumps(list(moe_layers))}
@@ -328,29 +322,14 @@ def _routing_column(sequences: Sequence[TrainingSequence | None], *, bytes_left:
     return pa.ListArray.from_arrays(offsets, layers, mask=pa.array(missing))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Tokens:
-    """Per-token columns of a path of T tokens."""
-
-    token_ids: Int32Array
-    """int32 [T]."""
-    numbers: NDArray[np.float32]
-    """float32 [4, T], _PER_TOKEN, NaN for none."""
-    effect: NDArray[np.int8]
-    """int8 [T], index into EFFECTS, -1 unless sampled."""
-    last: TrainingSequence | None
-    """Its last training sequence; None for a failed rollout."""
-
-
-def _tokens(batch: TrainingBatch, values: SequenceValues, of_path: Sequence[_Recorded]) -> _Tokens:
-    """Columns of a path; without sequences (a failed rollout) no tokens."""
-    last = of_path[-1].sequence if of_path else None
-    token_ids = np.zeros(0, np.int32) if last is None else last.token_ids
-    values_of_tokens = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
+def _tokens(batch: TrainingBatch, values: SequenceValues, of_path: Sequence[_Recorded]) -> dict[str, NDArray[Any]]:
+    """Columns [T] of a path: NaN for no number, -1 for no effect. A failed rollout has no sequences and no tokens."""
+    token_ids = of_path[-1].sequence.token_ids if of_path else np.zeros(0, np.int32)
+    numbers = np.full((len(_PER_TOKEN), len(token_ids)), np.nan, np.float32)
     effect = np.full(len(token_ids), -1, np.int8)
     for _agent, sequence, number in of_path:
         sampled = np.concatenate([np.arange(0), *(np.arange(r.start, r.start + r.tokens) for r in sequence.runs)])
-        values_of_tokens[0, sampled] = sequence.logprobs
+        numbers[0, sampled] = sequence.logprobs
         if number is None:
             effect[sampled] = UNTRAINED
             continue
@@ -358,16 +337,12 @@ def _tokens(batch: TrainingBatch, values: SequenceValues, of_path: Sequence[_Rec
         effect[sampled] = TOO_OLD
         effect[trained] = NO_SPREAD
         if number in values:
-            values_of_tokens[1:, trained], effect[trained] = values[number][:-1], values[number][-1]
-    return _Tokens(token_ids=token_ids, numbers=values_of_tokens, effect=effect, last=last)
-
-
-def _of_trajectory(head: TrajectoryHead) -> dict[str, Any]:
-    return {"reward": head.reward, "info": list(head.info.items()), "stop_reason": str(head.stop_reason)}
+            numbers[1:, trained], effect[trained] = values[number][:-1], values[number][-1]
+    return {"token_ids": token_ids, **dict(zip(_PER_TOKEN, numbers, strict=True)), "effect": effect}
 
 
 def _of_training(
-    batch: TrainingBatch, group: int, of_path: Sequence[_Recorded], tokens: _Tokens, tokenizer: Any
+    batch: TrainingBatch, group: int, of_path: Sequence[_Recorded], token_ids: Int32Array, tokenizer: Any
 ) -> dict[str, Any]:
     """Cells of a path that its sequences determine; none for a failed rollout."""
     if not of_path:
@@ -376,7 +351,7 @@ def _of_training(
     mini_batch = int(batch.mini_batch[batch.index[:, 0] == group][0])
     segments = [segment for each in of_path for segment in each.sequence.runs]
     now = batch.current_update + mini_batch
-    prompt, turns = _turns(tokens.token_ids, segments, tokenizer)
+    prompt, turns = _turns(token_ids, segments, tokenizer)
     return {
         "agent": agent,
         "mini_batch": mini_batch,

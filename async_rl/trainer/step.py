@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
+from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,9 +17,9 @@ from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_row
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
-from async_rl.trainer.loss.losses import LossConfig, Surrogate, TokenLogprobs, Trajectories, kl_term, policy_loss
-from async_rl.trainer.loss.mismatch import lag_buckets, token_sums
-from async_rl.trainer.loss.ratios import FilterName
+from async_rl.trainer.loss.losses import LossConfig, Surrogate, kl_term, policy_loss
+from async_rl.trainer.loss.ratios import FilterName, TokenLogprobs, Trajectories
+from async_rl.trainer.metrics import lag_buckets, token_sums
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
 from async_rl.trainer.planning import UpdatePlan
@@ -87,8 +88,8 @@ class MicroBatch:
         if not self.has_padding and at.tensor * at.context == 1:
             return None
         padding = self.context.rows.index < 0
-        first = unwrap(model).pre_process
-        return (padding if first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
+        is_first = get_attr_wrapped_model(model, "pre_process")
+        return (padding if is_first else padding.chunk(at.tensor)[at.tensor_rank]).unsqueeze(0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -113,50 +114,29 @@ class MicroBatchResults:
     """Results of the objective `policy` [n]; see TOKEN_RESULTS."""
 
 
-def unwrap(model: Any) -> Any:
-    """The GPTModel inside its wrappers."""
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatchBuilder:
-    """Builds the micro-batches of an update on one rank.
+    """Builds the micro-batches of an update on one rank."""
 
-    Args:
-        batch: with the content of the sequences of this rank.
-        update: loss weights and token numbers.
-        at: coordinates of this rank.
-        device: of this rank.
-        packing: see `pack_rows`.
-        replay: kind of router replay.
-        routing: layers and shape of the routing rows in the batch; None for a dense model.
-        layers: global numbers (from 0) of the MoE layers of this rank.
-        rotary: rotary angles of the model.
-    """
-
-    def __init__(
-        self,
-        batch: TrainingBatch,
-        update: UpdatePlan,
-        *,
-        at: Coordinates,
-        device: torch.device,
-        packing: bool,
-        replay: RouterReplayMode,
-        routing: RoutingSpec | None,
-        layers: Sequence[int],
-        rotary: Rotary,
-    ) -> None:
-        self._batch = batch
-        self._update = update
-        self._at = at
-        self._device = device
-        self._packing = packing
-        self._replay: RouterReplayMode = replay
-        self._routing = routing
-        self._layers = layers
-        self._rotary = rotary
+    batch: TrainingBatch
+    """With the content of the sequences of this rank."""
+    update: UpdatePlan
+    """Loss weights and token numbers."""
+    _: KW_ONLY
+    at: Coordinates
+    """Coordinates of this rank."""
+    device: torch.device
+    """Device of this rank."""
+    packing: bool
+    """See `pack_rows`."""
+    replay: RouterReplayMode
+    """Kind of router replay."""
+    routing: RoutingSpec | None
+    """Layers and shape of the routing rows in the batch; None for a dense model."""
+    layers: Sequence[int]
+    """Global numbers (from 0) of the MoE layers of this rank."""
+    rotary: Rotary
+    """Rotary angles of the model."""
 
     def build(self, numbers: Sequence[int]) -> MicroBatch:
         """Build the micro-batch of the sequences `numbers` of the batch; without sequences it has only padding.
@@ -165,8 +145,8 @@ class MicroBatchBuilder:
             BatchError: routing rows cannot be replayed.
             ContractError: a token in the loss is not among the tokens that the sampler kept at its position.
         """
-        sequences, to = [self._batch.sequence(number) for number in numbers], self._device
-        rows = pack_rows([len(sequence) for sequence in sequences], at=self._at, packing=self._packing)
+        sequences, to = [self.batch.sequence(number) for number in numbers], self.device
+        rows = pack_rows([len(sequence) for sequence in sequences], at=self.at, packing=self.packing)
         token_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(s.token_ids for s in sequences)])).long()
         loss = self._loss_columns(numbers)
         place = torch.full((len(token_ids),), -1).index_copy(0, loss["token"], torch.arange(len(loss)))
@@ -176,8 +156,9 @@ class MicroBatchBuilder:
         targets = token_ids[loss["token"]]
         kept = self._kept_tokens(sequences, loss["token"], targets)
         # Of all sequences, not only of the tokens on this rank, so that it is equal on all context ranks.
-        trajectories = torch.from_numpy(self._batch.trajectory[list(numbers)]).unique(sorted=True)
+        trajectories = torch.from_numpy(self.batch.trajectory[list(numbers)]).unique(sorted=True)
         loss["trajectory"] = torch.searchsorted(trajectories, loss["trajectory"])
+        cosine, signed_sine = self.rotary.at(rows.positions)
         return MicroBatch(
             token_ids=take_rows(token_ids, rows.index, fill=0).unsqueeze(0).to(to),
             loss_rows=loss_rows.to(to),
@@ -188,20 +169,17 @@ class MicroBatchBuilder:
             trajectories=trajectories,
             context=RowContext(
                 rows=rows.to(to),
-                rotary=self._rotary_at(rows.positions),
+                rotary=(cosine.to(to), signed_sine.to(to)),
                 routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows),
             ),
-            temperature=self._batch.temperature,
+            temperature=self.batch.temperature,
             has_padding=bool((rows.index < 0).any()),
         )
 
     def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
-        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, and
-
-        token: int64 [n], number among all tokens of the micro-batch.
-        number: int64 [n], number among the loss tokens of the update.
-        """
-        batch, update, own = self._batch, self._update, np.array(numbers, np.int64)
+        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, `token` and `number`, their int64
+        numbers among all tokens of the micro-batch and among the loss tokens of the update."""
+        batch, update, own = self.batch, self.update, np.array(numbers, np.int64)
         (positions, logprobs, lag, pure), counts = batch.loss_tokens_of(numbers)
         first = counts.cumsum() - counts
         start = batch.lengths[own].cumsum() - batch.lengths[own]
@@ -221,16 +199,7 @@ class MicroBatchBuilder:
         return TensorDict(columns, batch_size=[len(positions)])
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
-        """Kept tokens at the tokens in the loss.
-
-        Args:
-            sequences: all sequences of the micro-batch.
-            tokens: int64 [n], numbers of the tokens in the loss among all tokens of the micro-batch.
-            targets: int64 [n], ids of the tokens in the loss.
-
-        Raises:
-            ContractError: a target is not among the kept tokens.
-        """
+        """Kept tokens at the tokens in the loss, with numbers `tokens` int64 [n] in the micro-batch."""
         if all(sequence.support is None for sequence in sequences):
             return None
         support = SamplingSupport.join([s.support or SamplingSupport.whole(len(s)) for s in sequences])
@@ -243,27 +212,22 @@ class MicroBatchBuilder:
             )
         return kept
 
-    def _rotary_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cosine, signed_sine = self._rotary.at(positions)
-        return cosine.to(self._device), signed_sine.to(self._device)
-
     def _micro_batch_routing(
         self, sequences: Mapping[int, TrainingSequence], rows: PackedRows
     ) -> MicroBatchRouting | None:
-        if self._replay == "none":
+        if self.replay == "none":
             return None
         index, segments, positions = (
-            column.chunk(self._at.tensor)[self._at.tensor_rank]
-            for column in (rows.index, rows.segments, rows.positions)
+            column.chunk(self.at.tensor)[self.at.tensor_rank] for column in (rows.index, rows.segments, rows.positions)
         )
-        real = (index >= 0).to(self._device)
-        if self._replay == "R2":
+        real = (index >= 0).to(self.device)
+        if self.replay == "R2":
             return MicroBatchRouting(mode="record", tables={}, real=real)
-        assert self._routing is not None
+        assert self.routing is not None
         experts, live = replayed_rows(
-            sequences, segments.numpy(), positions.numpy(), routing=self._routing, layers=self._layers
+            sequences, segments.numpy(), positions.numpy(), routing=self.routing, layers=self.layers
         )
-        tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self._layers, to=self._device)
+        tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self.layers, to=self.device)
         return MicroBatchRouting(mode="replay", tables=tables, real=real)
 
 
@@ -357,17 +321,13 @@ class Objective:
 
     def _policy(self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         columns, index, count = micro_batch.columns, micro_batch.columns["trajectory"], len(micro_batch.trajectories)
-        behaviour, advantages, reference = (
-            columns["behaviour_logprobs"],
-            columns["advantages"],
-            columns.get("reference_logprobs"),
-        )
+        behaviour, advantages = columns["behaviour_logprobs"], columns["advantages"]
         logprobs = TokenLogprobs(
             current=current,
             behaviour=behaviour,
             # Without a proximal pass the batch is one update, so the current policy is the proximal policy.
             proximal=columns.get("proximal_logprobs", current.detach()),
-            reference=reference,
+            reference=columns.get("reference_logprobs"),
         )
         token_loss, touched = policy_loss(
             logprobs,
@@ -380,7 +340,7 @@ class Objective:
         loss = (columns["token_weights"] * token_loss).sum()
         with torch.no_grad():
             extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
-            if self.loss.kl_coefficient > 0 and reference is not None:
+            if self.loss.kl_coefficient > 0 and logprobs.reference is not None:
                 extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.kl_weight_cap)
             sums = token_sums(
                 current=current,

@@ -7,7 +7,6 @@ import from async_rl.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import re
 from collections import deque
@@ -25,8 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     _Bucket: TypeAlias = Sequence[tuple[str, torch.Tensor]]
-    _Taken: TypeAlias = "tuple[int, _Bucket, WeightsDigest | None, dict[str, list[list[int]]]]"
+    _Taken: TypeAlias = tuple[int, _Bucket]
 
+STORE_VARIABLE = "ASYNC_RL_STORE"  # directory of the store of this node; set for engines over several nodes
 MAX_THREADS = 4
 """Threads that copy or hash the tensors of a bucket."""
 _BLOCK = 256 << 10  # bytes that are hashed after they are copied, while they are in the cache of the core
@@ -90,14 +90,10 @@ class WeightsDigest:
                 entry.update(copied.data)
         self._entries[name] = entry.digest()
 
-    def add(self, name: str, *, of: WeightsDigest) -> None:
-        """Add a tensor that `of` has hashed."""
-        self._entries[name] = of._entries[name]
-
-    def hexdigest(self) -> str:
-        """32 hex digits of all tensors."""
+    def hexdigest(self, names: Iterable[str] | None = None) -> str:
+        """32 hex digits of all tensors, or of the named ones."""
         total = xxh3_128()
-        for name in sorted(self._entries):
+        for name in sorted(self._entries if names is None else names):
             total.update(name.encode() + b"\0" + self._entries[name])
         return total.hexdigest()
 
@@ -163,57 +159,38 @@ def load_share(
         OSError: a file is missing or cut; names it.
         RuntimeError: a bucket was not received; names it.
     """
-    found: dict[int, WeightsDigest] = {}
-    names: list[str] = []
+    taken: dict[int, list[str]] = {}
+    hashed: dict[int, WeightsDigest] = {}
     published: dict[str, list[list[int]]] = {}
     numbered = enumerate(buckets)
-    take = functools.partial(_take, numbered, sums=sums, rank=rank, ranks=ranks)
+
+    def take() -> _Taken | None:
+        """The next bucket, hashed if it is in this rank's share; None after the last."""
+        for number, held in numbered:
+            if number % ranks == rank:
+                with ThreadPoolExecutor(num_threads()) as pool:
+                    published.update(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
+                hashed[number] = digest_of((name, tensor.cpu()) for name, tensor in held)
+            return number, held
+        return None
+
+    def noted(number: int, held: _Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in held:
+            taken.setdefault(number, []).append(name)
+            yield name, tensor
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for bucket in all_taken:
+            yield from noted(*bucket)
+            del bucket  # its memory is free before the next bucket but one is taken
+
     with contextlib.closing(_taken_ahead(take, ahead=ahead)) as all_taken:
-
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for taken in all_taken:
-                yield from _noted(taken, digests=found, names=names, published=published)
-                del taken  # its memory is free before the next bucket but one is taken
-
         load(tensors())
     return {
-        "buckets": [[number, digest.hexdigest()] for number, digest in found.items()],
-        "names": xxh3_128("\0".join(sorted(names)).encode()).hexdigest(),
+        "buckets": [[number, hashed[number].hexdigest(names)] for number, names in taken.items() if number in hashed],
+        "names": xxh3_128("\0".join(sorted(name for names in taken.values() for name in names)).encode()).hexdigest(),
         "published": published,
     }
-
-
-def _take(
-    numbered: Iterator[tuple[int, _Bucket]],
-    *,
-    sums: Callable[[torch.Tensor], list[list[int]]],
-    rank: int,
-    ranks: int,
-) -> _Taken | None:
-    """The next bucket with its digest and sums if this rank hashes it; None after the last."""
-    for number, held in numbered:
-        digest, its_sums = _hashed(held, sums) if number % ranks == rank else (None, {})
-        return number, held, digest, its_sums
-    return None
-
-
-def _noted(
-    taken: _Taken,
-    *,
-    digests: dict[int, WeightsDigest],
-    names: list[str],
-    published: dict[str, list[list[int]]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a bucket. Note its sums in `published`, and the loaded tensors in `digests` and `names`."""
-    number, held, digest, its_sums = taken
-    published.update(its_sums)
-    if digest is not None:
-        digests[number] = WeightsDigest()
-    for name, tensor in held:
-        names.append(name)
-        if digest is not None:
-            digests[number].add(name, of=digest)
-        yield name, tensor
 
 
 def _taken_ahead(take: Callable[[], _Taken | None], *, ahead: int) -> Generator[_Taken]:
@@ -229,6 +206,16 @@ def _taken_ahead(take: Callable[[], _Taken | None], *, ahead: int) -> Generator[
             thread.shutdown(cancel_futures=True)
 
 
+def on_this_node(folder: Path) -> Path:
+    """Where an engine process reads a version whose folder the replica names, maybe on another node.
+
+    With the store /dev/shm/run-b on this node, /dev/shm/run-a/weights-7 of the replica's node is here
+    /dev/shm/run-b/weights-7.
+    """
+    store = os.environ.get(STORE_VARIABLE)
+    return folder if store is None else Path(store) / folder.name
+
+
 def mapped(files: Iterable[Path]) -> Iterator[_Bucket]:
     """(name, mapped CPU tensor) of the tensors of each safetensors file.
 
@@ -240,12 +227,3 @@ def mapped(files: Iterable[Path]) -> Iterator[_Bucket]:
             yield list(read_tensors(file))
         except (OSError, SafetensorError) as error:
             raise OSError(f"{file} cannot be read: {error}") from error
-
-
-def _hashed(
-    held: _Bucket, sums: Callable[[torch.Tensor], list[list[int]]]
-) -> tuple[WeightsDigest, dict[str, list[list[int]]]]:
-    """Digest of a bucket, and name -> sums of each tensor."""
-    with ThreadPoolExecutor(num_threads()) as pool:
-        found = dict(zip(dict(held), pool.map(sums, dict(held).values()), strict=True))
-    return digest_of((name, tensor.cpu()) for name, tensor in held), found

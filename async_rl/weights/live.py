@@ -63,11 +63,6 @@ class LiveWeights:
                 whole.update(f"{rank}|{name}|{parameters[name][0]}|".encode())
         return whole.hexdigest()
 
-    @property
-    def without_equation(self) -> list[str]:
-        """Names of the parameters whose values are not those of published tensors."""
-        return sorted({name for name, _ in _open(self._loads[-1][1], self._forms)})
-
     def replace(self, published: Published, ranks: Sequence[Rank]) -> list[str]:
         """Compare a load with the published tensors and with the two recorded loads before it, then record it.
 

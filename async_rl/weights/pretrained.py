@@ -6,7 +6,8 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +56,13 @@ def write_checkpoint(
     Raises:
         OSError: the disk has no free space or `folder` is not writable; an existing folder is unchanged.
     """
-    partial = partial_folder(folder)
-    make_folder(folder.parent)
-    recover_folder(folder)
-    try:
+    with _whole_folder(folder) as partial:
         copy_model_files(like, partial)
         shards = _Shards(partial, max_bytes=max_shard_bytes)
         for name, tensor in tensors:
             shards.add(name, tensor.detach().to("cpu").contiguous())
         shards.finish()
         _edit_config(partial / "config.json", dtype=shards.dtype, without=without)
-        publish_folder(folder)
-    except BaseException:
-        recover_folder(folder)  # free the space of the partial copy
-        raise
 
 
 def save_adapter(
@@ -106,13 +100,19 @@ def save_adapter(
         "bias": "none",
         "inference_mode": True,
     }
-    partial = partial_folder(folder)
-    make_folder(folder.parent)
-    recover_folder(folder)
-    try:
+    with _whole_folder(folder) as partial:
         partial.mkdir()
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
         save_file(content, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Generator[Path]:
+    """Yield the path of a folder to make; it then replaces `folder`."""
+    make_folder(folder.parent)
+    recover_folder(folder)
+    try:
+        yield partial_folder(folder)
         publish_folder(folder)
     except BaseException:
         recover_folder(folder)  # free the space of the partial copy
@@ -145,17 +145,14 @@ def keep_model_files(checkpoint: Path, folder: Path) -> None:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    recover_folder(folder)
-    partial = partial_folder(folder)
-    copy_model_files(checkpoint, partial)
-    if not (partial / "generation_config.json").exists():
-        GenerationConfig.from_model_config(AutoConfig.from_pretrained(partial)).save_pretrained(partial)
-    shards = _Shards(partial, max_bytes=MAX_SHARD_BYTES)
-    for name, tensor in carried_tensors(checkpoint):
-        shards.add(name, tensor)
-    if shards.filled:
+    with _whole_folder(folder) as partial:
+        copy_model_files(checkpoint, partial)
+        if not (partial / "generation_config.json").exists():
+            GenerationConfig.from_model_config(AutoConfig.from_pretrained(partial)).save_pretrained(partial)
+        shards = _Shards(partial, max_bytes=MAX_SHARD_BYTES)
+        for name, tensor in carried_tensors(checkpoint):
+            shards.add(name, tensor)
         shards.finish()
-    publish_folder(folder)
 
 
 def sampled_digest(checkpoint: Path) -> str:
@@ -199,11 +196,6 @@ class _Shards:
         """Dtype of most bytes; a few tensors, such as the correction bias of a router, may have another dtype."""
         return max(self._bytes_of, key=lambda dtype: self._bytes_of[dtype])
 
-    @property
-    def filled(self) -> bool:
-        """Whether a tensor was added."""
-        return bool(self._bytes_of)
-
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Add a CPU tensor."""
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
@@ -214,6 +206,8 @@ class _Shards:
 
     def finish(self) -> None:
         """Write the last file, then rename all files, because their names contain the number of files."""
+        if not self._bytes_of:
+            return
         self._write()
         count = len(self._written)
         if count == 1:

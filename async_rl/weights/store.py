@@ -45,8 +45,6 @@ from async_rl.weights.transport import (
 if TYPE_CHECKING:
     from async_rl.weights.broadcast import VersionServer
 
-STORE_VARIABLE = "ASYNC_RL_STORE"  # directory of the store of this node; set for engines over several nodes
-
 
 class LocalStore:
     """The versions of a run on this node.
@@ -224,16 +222,6 @@ class LocalStore:
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-
-def on_this_node(folder: Path) -> Path:
-    """Where an engine process reads a version whose folder the replica names, maybe on another node.
-
-    With the store /dev/shm/run-b on this node, /dev/shm/run-a/weights-7 of the replica's node is here
-    /dev/shm/run-b/weights-7.
-    """
-    store = os.environ.get(STORE_VARIABLE)
-    return folder if store is None else Path(store) / folder.name
 
 
 def remove_unused(directory: Path) -> None:

@@ -145,16 +145,6 @@ def readable_by_ranks(update: WeightUpdate, *, timeout_s: float) -> str:
 
 
 @dataclass(slots=True)
-class BaseBucket:
-    """Tensors of a bucket in the version before, as its owner published them."""
-
-    digest: str
-    """Digest of the tensors."""
-    tensors: dict[str, torch.Tensor]
-    """Hugging Face name -> CPU tensor that only this object uses."""
-
-
-@dataclass(slots=True)
 class Bases:
     """What an owner has published last, and how many versions of changes have followed the last complete one."""
 
@@ -162,8 +152,8 @@ class Bases:
     """`param_version`; None before the first."""
     deltas: int = 0
     """Versions of changes in a row."""
-    buckets: dict[int, BaseBucket] = field(default_factory=dict[int, BaseBucket])
-    """Number of the bucket -> base."""
+    buckets: dict[int, tuple[str, dict[str, torch.Tensor]]] = field(default_factory=dict[int, Any])
+    """Number of the bucket -> digest and tensors that it was published with; nothing else uses these tensors."""
 
     def base_of_next(self) -> int | None:
         """Version that the next one is written against; None if the next one is complete."""
@@ -199,20 +189,16 @@ def write_bucket(
     folder.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors}
     if bases is not None and bases.base_of_next() is not None:
-        base = bases.buckets[number]
-        changes = delta.encode(list(held.items()), base=base.tensors, base_digest=base.digest)
-        (folder / _delta_file(number)).write_bytes(changes)
+        base_digest, base = bases.buckets[number]
+        changes = delta.encode(list(held.items()), base=base, base_digest=base_digest)
+        bucket_file(folder, number, changes=True).write_bytes(changes)
         digest = digest_of(held.items())
     else:
         digest = save_bucket(folder, number, held, files=files)
     if bases is not None:
-        kept = bases.buckets.setdefault(number, BaseBucket("", {}))
-        kept.digest = digest.hexdigest()
-        for name, tensor in held.items():
-            if name in kept.tensors:
-                kept.tensors[name].copy_(tensor)
-            else:
-                kept.tensors[name] = tensor.clone()
+        _, kept = bases.buckets.get(number, ("", {}))
+        copies = {name: kept[name].copy_(t) if name in kept else t.clone() for name, t in held.items()}
+        bases.buckets[number] = digest.hexdigest(), copies
     return digest
 
 
@@ -229,7 +215,7 @@ def save_bucket(
     """
     from safetensors.torch import save_file  # imports torch; a configuration does without
 
-    path = folder / _bucket_file(number)
+    path = bucket_file(folder, number)
     with contextlib.suppress(FileNotFoundError):
         path.with_suffix(SPARE).replace(path)
     if (digest := (files or MappedFiles()).overwrite(path, tensors)) is not None:
@@ -279,7 +265,7 @@ def update_files(folder: Path) -> list[Path]:
     Raises:
         UpdateError: the manifest or a bucket is missing.
     """
-    files = [folder / _bucket_file(number) for number in range(len(update_buckets(folder)))]
+    files = [bucket_file(folder, number) for number in range(len(update_buckets(folder)))]
     if absent := [path.name for path in files if not path.is_file()]:
         raise UpdateError(f"{folder} lacks {', '.join(absent[:3])}, which its manifest names")
     return files
@@ -305,7 +291,7 @@ def read_bucket(
         if base is None:
             held = list(read_tensors(path))
         else:
-            tensors = dict(read_tensors(base / _bucket_file(number)))
+            tensors = dict(read_tensors(bucket_file(base, number)))
             held = delta.decode(path.read_bytes(), base=tensors, base_digest=update_buckets(base)[number])
     except (OSError, SafetensorError, delta.DeltaError) as error:
         raise UpdateError(f"{path} cannot be read: {error}") from error
@@ -380,15 +366,7 @@ def remove_directory(directory: Path | str) -> None:
 
 def bucket_file(folder: Path, number: int, *, changes: bool = False) -> Path:
     """File of a bucket of a version. changes: whether it has the changes against another version."""
-    return folder / (_delta_file(number) if changes else _bucket_file(number))
-
-
-def _bucket_file(number: int) -> str:
-    return f"bucket-{number:05}.safetensors"
-
-
-def _delta_file(number: int) -> str:
-    return f"bucket-{number:05}.delta"
+    return folder / f"bucket-{number:05}.{'delta' if changes else 'safetensors'}"
 
 
 def update_buckets(folder: Path) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.rewards import math_answer
+from agent_loop.reward import math_answer
 from async_rl.rollout.data import open_rows
 from async_rl.rollout.task import Task
 

@@ -115,7 +115,7 @@ MEANS = {
 
 def result_of(cell: Cell, run: RunRecord, *, synchronous: bool = False) -> CellResult:
     """The result of a run's records."""
-    trace = None if run.directory is None else run.directory / "trace.json"
+    trace = run.directory / "trace.json"
     steps = [int(step["train_step"]) for step in run.steps]
     ends = np.cumsum([step["step/seconds"] for step in run.steps])
     staleness: dict[int, int] = {}
@@ -139,7 +139,7 @@ def result_of(cell: Cell, run: RunRecord, *, synchronous: bool = False) -> CellR
         effective_samples=[(int(step), float(value)) for step, value in zip(*run.column("ess/token"), strict=True)],
         untrained=untrained,
         long_lengths=long_lengths,
-        s_max=most_speed_up(read_trace(trace)) if synchronous and trace is not None and trace.exists() else None,
+        s_max=most_speed_up(read_trace(trace)) if synchronous and trace.exists() else None,
         waits=[
             (wait := step["idle/trainer"] * step["step/seconds"], step["step/seconds"] - wait)
             for step in (run.steps if synchronous else ())

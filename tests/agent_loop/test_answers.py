@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.answers import check_answer
+from agent_loop.decoder import check_answer
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from message_queue.errors import AnswerError, ContractError, RolloutError
 from message_queue.tokens import StopReason

@@ -19,10 +19,8 @@ from agent_loop import boundary as boundary_module
 from agent_loop.boundary import UserThreads, boundary, slot
 from agent_loop.environment import EnvironmentClass, Step
 from agent_loop.loop import Message, Prompt
-from agent_loop.reward import Completion, score_in_time
-from agent_loop.rewards import in_processes
-from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
-from agent_loop.tools.state import ToolClass, open_tools
+from agent_loop.reward import Completion, FunctionReward, in_processes, score_in_time, weighted
+from agent_loop.tools.functions import FunctionTool, ToolClass, open_tools
 from agent_loop.tools.tool import ToolCall, ToolRunner
 from agent_loop.user_errors import LeakedError, describe_error
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter

@@ -7,8 +7,7 @@ import pytest
 
 from agent_loop.code_answer import code_answer
 from agent_loop.loop import Message, Prompt
-from agent_loop.reward import Completion, score_in_time
-from agent_loop.tools.functions import FunctionReward, weighted
+from agent_loop.reward import Completion, FunctionReward, score_in_time, weighted
 from agent_loop.tools.sandbox import SandboxLimits, check_sandbox
 from message_queue.errors import RewardError, SandboxError
 from message_queue.tokens import StopReason

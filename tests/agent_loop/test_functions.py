@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from agent_loop.reward import Completion, score_in_time
-from agent_loop.tools.functions import FunctionReward, FunctionTool, weighted
+from agent_loop.reward import Completion, FunctionReward, score_in_time, weighted
+from agent_loop.tools.functions import FunctionTool
 from agent_loop.tools.tool import ToolCall, ToolRunner
 from agent_loop.user_errors import user_line
 from message_queue.errors import RewardError, RolloutError

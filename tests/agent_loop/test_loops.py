@@ -16,7 +16,7 @@ from agent_loop.single_turn import SingleTurnLoop
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools.tool import ToolRunner, describe_tool
 from async_rl.files.rollouts import tool_calls_of
-from async_rl.rollout.content.records import CallStarted, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, TrajectoryClosed
 from async_rl.rollout.recorded import RecordedTrajectory
 from async_rl.rollout.validator import Validator
 from message_queue.errors import RewardError, RolloutError, ToolError

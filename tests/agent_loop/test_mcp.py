@@ -17,8 +17,8 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import mcp as own
+from agent_loop.tools.functions import open_tools
 from agent_loop.tools.mcp import McpServer
-from agent_loop.tools.state import open_tools
 from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner, describe_tool
 from async_rl import Task
 from message_queue.errors import RolloutError, StateLostError

@@ -9,9 +9,18 @@ import numpy as np
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from agent_loop.reward import Completion, score_in_time
-from agent_loop.rewards import cosine_length, exact_match, in_processes, math_answer, overlong_penalty, regex_match
-from agent_loop.tools.functions import FunctionReward, weighted
+from agent_loop.reward import (
+    Completion,
+    FunctionReward,
+    cosine_length,
+    exact_match,
+    in_processes,
+    math_answer,
+    overlong_penalty,
+    regex_match,
+    score_in_time,
+    weighted,
+)
 from message_queue.errors import RolloutError
 from message_queue.tokens import StopReason
 

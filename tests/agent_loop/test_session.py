@@ -13,9 +13,16 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, TurnLimits
-from agent_loop.programs.conversation import ChatRequest, TokenRequest
+from agent_loop.programs.conversation import (
+    ChatRequest,
+    ContextFull,
+    RequestError,
+    SessionEnded,
+    SessionFailed,
+    TokenRequest,
+)
 from agent_loop.programs.endpoint.turns import turn_reader
-from agent_loop.programs.session import AgentSession, CallRefused, ContextFull, SessionEnded, SessionFailed
+from agent_loop.programs.session import AgentSession
 from agent_loop.timeline import Timeline, enclosing
 from message_queue.errors import EngineError
 from message_queue.tokens import StopReason
@@ -128,7 +135,7 @@ async def test_session_continues_a_conversation_with_the_sampled_tokens():
     assert ids("user") != list(first.token_ids)[:-1], "the text has another tokenization than the sampled one"
     assert second.prompt_tokens + second.completion_tokens == len(trajectory)
     assert second.cached_tokens == first.prompt_tokens + first.completion_tokens
-    assert session.messages[-1] == second.message and session.counts.calls == 2
+    assert session.messages[-1] == second.message and session.counts["turns"] == 2
     check_exact(trajectory, engine)
 
 
@@ -252,7 +259,7 @@ async def test_session_attaches_a_call_to_answers_of_its_own_agent_only(agents):
 async def test_reward_of_an_agent_that_is_not_declared_is_refused_by_name():
     session, _ = make_session(make_engine(), agents=("planner",))
     session.reward({"planner": 1.0, "policy": 0.5})
-    with pytest.raises(CallRefused, match=r"'critic'.*planner, policy"):
+    with pytest.raises(RequestError, match=r"'critic'.*planner, policy"):
         session.reward({"planner": 0.0, "critic": 1.0})
     assert session.rewards == {"planner": 1.0, "policy": 0.5}
 
@@ -328,7 +335,7 @@ async def test_marked_retry_returns_the_recorded_answer_and_an_unmarked_call_res
     session, trajectory = make_session(engine)
     first = await session.answer(request(user("a")))
     assert await session.answer(request(user("a"), is_retry=True)) == first
-    assert len(engine.requests) == 1 and session.counts.retries == 1
+    assert len(engine.requests) == 1 and session.counts["retries"] == 1
     await session.answer(request(user("a")))
     assert len(trajectory.paths) == 2
     keyed = request(user("k"), idempotency_key="k1")
@@ -360,7 +367,7 @@ async def test_agent_sees_one_answer_across_aborts_and_new_weights(resume_routin
     engine = make_engine(script, interruptions=[Interruption(after=4, load=1), Interruption(after=3, load=2)])
     session, trajectory = make_session(engine, resume_routing=resume_routing)
     answer = await session.answer(request(user("a")))
-    assert answer.message.content == "a long answer with many letters" and session.counts.aborts == 2
+    assert answer.message.content == "a long answer with many letters" and session.counts["aborts"] == 2
     assert {segment.weights.version for segment in trajectory.segments} == {0, 1, 2}
     await session.answer(request(user("a"), answer.message, user("b")))
     await session.answer(request(user("a"), answer.message, user("c")))
@@ -428,17 +435,17 @@ async def test_failure_of_the_engines_fails_the_session():
 async def test_call_that_cannot_be_served_changes_nothing():
     engine = make_engine()
     session, trajectory = make_session(engine, limits=dataclasses.replace(LIMITS, max_turns=1, max_tokens=60))
-    with pytest.raises(ContextFull, match="max_tokens"):
+    with pytest.raises(ContextFull, match="60 tokens"):
         await session.answer(request(user("a" * 100)))
-    with pytest.raises(ContextFull, match="125000 tokens"):  # estimated, not counted: an eighth of the characters
+    with pytest.raises(ContextFull, match="125000"):  # estimated, not counted: an eighth of the characters
         await session.answer(request(user("a" * 1_000_000)))
-    with pytest.raises(CallRefused, match="assistant"):
+    with pytest.raises(RequestError, match="assistant"):
         await session.answer(request(user("a"), Message(role="assistant", content="I")))
-    with pytest.raises(CallRefused, match="stop string"):
+    with pytest.raises(RequestError, match="stop string"):
         await session.answer(request(user("a"), stop=("",)))
     assert not trajectory.turns and not engine.requests
     first = await session.answer(request(user("a")))
-    with pytest.raises(CallRefused, match="max_turns"):
+    with pytest.raises(RequestError, match="max_turns"):
         await session.answer(request(user("a"), first.message, user("b")))
     assert len(trajectory.turns) == 1
 

@@ -10,10 +10,10 @@ from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.state import ToolClass, open_tools
+from agent_loop.tools.functions import ToolClass, open_tools
 from agent_loop.tools.tool import ToolCall, ToolRunner, describe_tool
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
+from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
@@ -222,7 +222,7 @@ async def test_a_rollout_without_its_state_starts_over_and_its_records_follow(tm
         routing=SPEC,
         trajectories_per_group=1,
         failure=FailureConfig(max_retries=1),
-        log=StoredRolloutLog(writer),
+        log=RolloutLog(writer),
         note=notes.append,
     )
     group = await rollouter.roll(PROMPT, admission(0))

@@ -6,7 +6,7 @@ from message_queue import errors
 from tests.architecture.test_imports import PACKAGES, ROOT
 
 INSIDE = {  # raised and caught in one module or process, or of another library's kind
-    *("DescribedError", "LeakedError", "SessionEnded", "SessionFailed", "CallRefused", "EndpointError"),
+    *("DescribedError", "LeakedError", "EndpointError"),
     *("UnbuiltFeature", "CallError", "RankError", "DequantizationStopped", "RemoteError"),
     *("Deadlock", "ProcessDied", "Violation", "CellError"),
 }

@@ -5,8 +5,6 @@ from tests.architecture.sizes import sizes
 OPEN = {
     "lines of the wheel",
     "parameters of a call",
-    "Protocols",
-    "modules of message_queue",
     "lines of message_queue",
     "lines of the simulator",
     "test lines per product line",

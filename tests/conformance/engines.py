@@ -15,9 +15,9 @@ import pytest
 from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.pool import PoolReplica
 from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
-from async_rl.inference.replica import KVPolicy
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.store import LocalStore

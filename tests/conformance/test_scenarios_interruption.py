@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from agent_loop.answers import cut_segments
+from agent_loop.decoder import cut_segments
 from message_queue.tokens import StopReason
 from tests.conformance.checks import assert_merged, assert_true, assert_whole, rows_sent, sampled_of, versions_of
 from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts, tokens

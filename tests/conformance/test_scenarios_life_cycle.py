@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from async_rl.inference.replica import KVPolicy
+from async_rl.inference.gate import KVPolicy
 from async_rl.weights.transport import WeightUpdate, read_tensors, update_files
 from message_queue.errors import EngineError
 from message_queue.tokens import StopReason, WeightVersion

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-import async_rl.inference.sglang.update
-import async_rl.inference.vllm.engine
 from agent_loop.engine import GenerateRequest
+from async_rl.inference import checkpoint_weights
 from async_rl.inference.checkpoint_weights import published_shapes
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
-from async_rl.inference.replica import DeliveryError, EngineReplica, KVPolicy
+from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
 from async_rl.inference.vllm.engine import VllmReplica
@@ -264,8 +264,7 @@ async def test_a_load_that_is_cut_at_a_bucket_leaves_an_engine_that_loads_the_ne
             os.truncate(update_files(cut.path)[bucket], 100)
         return found
 
-    for engine in (async_rl.inference.vllm.engine, async_rl.inference.sglang.update):
-        monkeypatch.setattr(engine, "published_shapes", checked)
+    monkeypatch.setattr(checkpoint_weights, "published_shapes", checked)
     await tested.publish(version=1, staged=staged)
     await tested.replica.pause()
     with pytest.raises(EngineError, match=update_files(cut.path)[bucket].name):
@@ -293,8 +292,7 @@ async def test_a_direct_load_that_is_cut_before_its_first_bucket_leaves_an_engin
                 memory.ranks[0].discard(keep_version=3)
             return found
 
-        for engine in (async_rl.inference.vllm.engine, async_rl.inference.sglang.update):
-            monkeypatch.setattr(engine, "published_shapes", checked)
+        monkeypatch.setattr(checkpoint_weights, "published_shapes", checked)
         await tested.replica.pause()
         with pytest.raises(DeliveryError, match="bucket 0 of weights-2 did not come from"):
             await tested.replica.load(cut)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from async_rl.inference.replica import KVPolicy
+from async_rl.inference.gate import KVPolicy
 from tests.conformance.checks import gap_of, gap_of_late_start, gaps_of_segment, sampled_of, versions_of, whole
 from tests.conformance.engines import MARKS, ON_VLLM, EngineUnderTest, Exchange, prompts
 from tests.conformance.reference import gap_with_rows

@@ -11,7 +11,7 @@ from agent_loop.programs.program import ModelAccess, command
 from agent_loop.tools.tool import PauseGate
 from async_rl import Task, TaskConfig, build_task
 from async_rl.rollout.rollouter import Rollouter
-from message_queue.contract import Admission
+from message_queue.trajectory import Admission
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
 from tests.docs.pages import module_of
 from tests.helpers.fakes import SPEC, FakeEngine, TurnScript

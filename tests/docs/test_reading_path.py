@@ -24,7 +24,7 @@ STATIONS = (  # of a token, in order
     "async_rl/trainer/rank.py",
     "async_rl/trainer/router_replay.py",
     "async_rl/trainer/loss/losses.py",
-    "async_rl/trainer/state/optimizer.py",
+    "async_rl/trainer/state/adam.py",
 )
 MAX_LINES, MAX_FILES = 2_500, 32  # to read
 

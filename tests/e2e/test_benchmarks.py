@@ -34,7 +34,8 @@ def test_the_evaluations_of_router_replay_are_those_of_the_trainer(checkpoint):
 
 
 def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
-    from async_rl.trainer.state.optimizer import Optimizer, OptimizerConfig
+    from async_rl.trainer.state.adam import Optimizer
+    from async_rl.trainer.state.optimizer import OptimizerConfig
 
     trainer = start_trainer(checkpoint)
     micro_batches = steps.build_micro_batches(trainer, training_batch_of(make_batch()), TRAINER)

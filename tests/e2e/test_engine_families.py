@@ -33,6 +33,7 @@ from tests.conformance.scored import ScoresOfTruth, probe_of
 from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
 from tests.helpers import tiny_models
 from tests.helpers.lanes import OWN_ENGINE
+from tests.helpers.live import without_equation
 from tests.helpers.updates import read_update, write_update
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
@@ -71,7 +72,7 @@ async def serving(
 
         patch.setattr(sglang_server, "server_environment", environment)
         replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0])
-    assert replica._live.without_equation == []
+    assert without_equation(replica._live) == []
     try:
         tested = under_test(replica, models, patch=patch)
         await tested.publish(version=0)

@@ -26,7 +26,7 @@ from async_rl.inference.replica import EngineReplica
 from async_rl.inference.select import EngineConfig
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
-from async_rl.weights.store import STORE_VARIABLE
+from async_rl.weights.digest import STORE_VARIABLE
 from async_rl.weights.transport import Source
 from message_queue.errors import ReplicaLostError
 from message_queue.tokens import WeightVersion

@@ -20,16 +20,16 @@ import ray
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
 from async_rl.cluster.placement import start_ray
-from async_rl.cluster.replica import REFUSALS, ReplicaAddress, ReplicaClient, ReplicaHost
+from async_rl.cluster.replica import REFUSALS, ReplicaClient, ReplicaHost
 from async_rl.cluster.trainer import TrainerActor
 from async_rl.cluster.worker import WorkerClient
 from async_rl.config import ClusterConfig
 from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.worker import RolloutWorker
-from message_queue.contract import Admission
 from message_queue.errors import AnswerError, EngineError, ReplicaLostError
 from message_queue.tokens import StopReason
+from message_queue.trajectory import Admission
 from tests.helpers.fakes import FakeEngine, fake_weights
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -69,8 +69,8 @@ class FakeHost(ReplicaHost):
 class Worker:
     """Another process that calls a replica."""
 
-    def __init__(self, address: ReplicaAddress) -> None:
-        self._replica = ReplicaClient(address, client="worker-0")
+    def __init__(self, replica: ReplicaClient) -> None:
+        self._replica = replica.as_client("worker-0")
 
     async def generate(self, asked: GenerateRequest) -> int:
         return len((await self._replica.call(EngineReplica.generate, asked))[0])
@@ -107,8 +107,7 @@ def cluster() -> Iterator[None]:
 async def fake_replica(*, token_s: float = 0.0, log: Path | None = None, line: str = "") -> tuple[ReplicaClient, Any]:
     actor: Any = ray.remote(FakeHost).options(num_cpus=1).remote(log=log)
     await actor.start.remote(token_s=token_s, line=line)
-    address = ReplicaAddress(actor=actor, name="fake-0", timeout_s=20.0, log=log)
-    return ReplicaClient(address), actor
+    return ReplicaClient(actor, name="fake-0", timeout_s=20.0, log=log), actor
 
 
 def request(name: str, *, tokens: int = 4) -> GenerateRequest:
@@ -151,7 +150,7 @@ async def test_replica_client_gives_each_error_to_its_own_caller(cluster: None):
 
 async def test_replica_clients_of_two_processes_share_a_replica(cluster: None):
     replica, actor = await fake_replica(token_s=0.01)
-    worker: Any = ray.remote(Worker).options(num_cpus=1).remote(replica.address)
+    worker: Any = ray.remote(Worker).options(num_cpus=1).remote(replica)
     own = asyncio.create_task(replica.call(EngineReplica.generate, request("own", tokens=100_000)))
     theirs = asyncio.ensure_future(worker.generate.remote(request("theirs", tokens=100_000)))
     await until_in_flight(actor, 2)

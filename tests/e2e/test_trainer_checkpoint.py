@@ -112,8 +112,8 @@ def test_steps_during_a_save_do_not_change_what_is_written(checkpoint, tmp_path,
     trainer.train(make_batch(seed=1))
     trainer.save(tmp_path / "at once").result()
     may_write = threading.Event()
-    write = checkpoint_module.write_shards
-    monkeypatch.setattr(checkpoint_module, "write_shards", lambda *a, **of: may_write.wait() and write(*a, **of))
+    write = checkpoint_module.save
+    monkeypatch.setattr(checkpoint_module, "save", lambda *a, **of: may_write.wait() and write(*a, **of))
     written = trainer.save(tmp_path / "later")
     trainer.train(make_batch(seed=5))
     may_write.set()
@@ -139,13 +139,13 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(saved, tmp_path):
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
 def test_a_save_that_loses_a_file_is_not_published(saved, tmp_path, monkeypatch, name):
-    write = checkpoint_module.write_shards
+    write = checkpoint_module.save
 
-    def write_and_lose(folder, *arguments, **options):
-        write(folder, *arguments, **options)
-        (folder / name).unlink()
+    def write_and_lose(shards, *, storage_writer, **options):
+        write(shards, storage_writer=storage_writer, **options)
+        (storage_writer.path / name).unlink()
 
-    monkeypatch.setattr(checkpoint_module, "write_shards", write_and_lose)
+    monkeypatch.setattr(checkpoint_module, "save", write_and_lose)
     with pytest.raises(OSError, match=name):
         saved[0].save(tmp_path / "state").result()
     assert not list(tmp_path.iterdir())

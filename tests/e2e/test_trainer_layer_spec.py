@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from async_rl.trainer.loss.losses import DecoupledPPO
-from async_rl.trainer.model.fast_paths import Platform
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.e2e.test_trainer_families import SMALL_LATENT, exported, saved
 from tests.helpers import numerics, tiny_models
@@ -95,7 +94,8 @@ def test_the_activation_of_a_gpu_has_the_gradient_of_the_plain_one(pair, monkeyp
     from async_rl.trainer.model import gpt
 
     checkpoint, batch, expected, local, _ = pair
-    monkeypatch.setattr(gpt, "_platform", lambda _device: Platform(cuda=True))
+    fusions = gpt.fusions
+    monkeypatch.setattr(gpt, "fusions", lambda shape, _device: fusions(shape, torch.device("cuda")))
     settings = {"loss": LOSS, "router_replay": "R3" if local.model.replay else "none"}
     trainer = start_trainer(checkpoint, optimizer=replace(ADAM, clip_grad=0.0), **settings)
     assert trainer.model.config.bias_activation_fusion and not local.model.config.bias_activation_fusion

@@ -91,7 +91,7 @@ def test_a_trainer_keeps_the_weights_of_versions_that_engines_receive(checkpoint
     expected = {}
     for version in (1, 2, 3):
         update = training.export(tmp_path, version=version, keep_version=version - 1)
-        complete = export_update(training._source, tmp_path, version=version, keep_version=version)
+        complete = export_update(training._versions.source, tmp_path, version=version, keep_version=version)
         assert update.weights == complete.weights and update.buckets == complete.buckets
         expected[update] = dict(read_update(complete.path))
         training.train(make_batch())
@@ -101,7 +101,7 @@ def test_a_trainer_keeps_the_weights_of_versions_that_engines_receive(checkpoint
         found = {name: tensor for bucket in buckets for name, tensor in bucket}
         assert found.keys() == expected[update].keys()
         assert all(torch.equal(tensor, expected[update][name]) for name, tensor in found.items())
-    training._server.close()
+    training._versions.close()
 
 
 def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer, checkpoint, tmp_path):
@@ -111,7 +111,7 @@ def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer,
     folder, whole, store = tmp_path / "changes", tmp_path / "whole", LocalStore(tmp_path / "node")
     for version in (1, 2, 3):
         update = changing.export(folder, version=version, keep_version=version - 1)
-        complete = export_update(changing._source, whole, version=version, keep_version=version)
+        complete = export_update(changing._versions.source, whole, version=version, keep_version=version)
         store.fetch(update.path)
         assert update.weights == complete.weights
         found, expected = (dict(read_update(path)) for path in (store.local(update.path), complete.path))

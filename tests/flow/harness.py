@@ -19,7 +19,7 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.queue import QueueClient, QueueHost
-from async_rl.config import CheckpointConfig, MismatchConfig, SyncConfig, ValidationConfig
+from async_rl.config import CheckpointConfig, MismatchConfig, QueueConfig, SyncConfig, ValidationConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.controller import Controller
 from async_rl.controller.parts import RunParts
@@ -37,8 +37,7 @@ from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, read_content
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
-from async_rl.rollout.schedule import RunSchedule
-from async_rl.rollout.schedule_replay import NoReplay, ScheduleReplay
+from async_rl.rollout.schedule import RunSchedule, ScheduleReplay
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.trainer.batch.advantage import AdvantageConfig
@@ -213,9 +212,8 @@ class Loop:
         )
 
 
-class Prompts:
-    def train_prompt(self, index):
-        return Prompt(index=index, messages=(Message(role="user", content=str(index)),), target={})
+def prompt_at(index):
+    return Prompt(index=index, messages=(Message(role="user", content=str(index)),), target={})
 
 
 @dataclass
@@ -326,24 +324,29 @@ class Harness:
         ]
         self.spy = Spy()
         self.pool = ReplicaPool(self.replicas, on_lost=self.spy.note)
-        self.schedule_replay = NoReplay() if schedule is None else ScheduleReplay(schedule, session=session_name)
-        order = order or Prompts()
+        self.schedule_replay = replay = None if schedule is None else ScheduleReplay(schedule, session=session_name)
+        order = order or prompt_at
         self.order = order if schedule is None else schedule.order(order)
-        engine = self.schedule_replay.engine(ReplicaRouter(self.pool))
+        router = ReplicaRouter(self.pool)
+        engine = router if replay is None else replay.engine(router)
         self.trainer = trainer or FakeTrainer()
-        options = {
-            "batch_groups": batch_groups,
-            "staleness": StalenessConfig(max_staleness=max_staleness, policy=policy),
-            "updates_per_batch": updates_per_batch,
-        }
+        staleness = StalenessConfig(max_staleness=max_staleness, policy=policy)
         self.contents = GroupContents()
         self._resume_routing = resume_routing
         if journal is None:
             place = JournalPlace(directory=directory, run="flow", checkpoint=start.queue)
             state = state_of_checkpoint(place)
-            self.queue = LocalQueue(build_policy(options.pop("staleness"), **options), state=state)
+            options = {"batch_groups": batch_groups, "updates_per_batch": updates_per_batch}
+            self.queue = LocalQueue(build_policy(staleness, **options), state=state)
         else:
-            self.host = QueueHost(**options)
+            self.host = QueueHost(
+                SimpleNamespace(
+                    rollout=SimpleNamespace(groups_per_batch=batch_groups),
+                    trainer=SimpleNamespace(updates_per_batch=updates_per_batch),
+                    staleness=staleness,
+                    queue=QueueConfig(),
+                )
+            )
             self.queue = WatchedQueue(DirectHandle(self.host), timeout_s=60.0)
         self.recorder = Recorder(directory, console=self.spy, trackers=self.spy, rollouts=RecordConfig())
         self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
@@ -355,7 +358,7 @@ class Harness:
         def rollouter(log):
             """A rollouter of this run, whose `roll` tests may wrap."""
             self.rollouter = Rollouter(
-                loop=self.schedule_replay.loop(loop),
+                loop=loop if replay is None else replay.loop(loop),
                 routing=SPEC,
                 trajectories_per_group=3,
                 resume_routing=resume_routing,
@@ -435,7 +438,8 @@ class Harness:
 
             supervisor = Supervisor(self.pool, publisher, start=start_replica, config=supervision, note=self.spy.note)
         self.parts = RunParts(
-            processes=None,
+            start_queue=None,
+            replace_trainer=None,
             checkpoints=self.checkpoints,
             publisher=publisher,
             replicas=supervisor,
@@ -444,7 +448,7 @@ class Harness:
             recorder=self.recorder,
             trace=self.trace,
             weights_directory=directory / "weights",
-            held_out=held_out or ({"": [Prompts().train_prompt(i) for i in range(5)]} if validate_every else {}),
+            held_out=held_out or ({"": [prompt_at(i) for i in range(5)]} if validate_every else {}),
             schedule_replay=self.schedule_replay,
             probe=found,
         )

@@ -22,13 +22,13 @@ async def test_a_resumed_run_continues_with_the_next_row_of_the_epoch(tmp_path):
         text = prompt.messages[0].content
         assert rolled.setdefault(prompt.index, text) == text
 
-    first = Life(tmp_path, order=order(), loop_fail=note)
+    first = Life(tmp_path, order=order().train_prompt, loop_fail=note)
     run = asyncio.create_task(first.harness.run())
     await first.harness.trainer.three_done.wait()
     first.harness.parts.request_stop()
     assert not await run
     before = len(rolled)
-    second = Life(tmp_path, order=order(), loop_fail=note)
+    second = Life(tmp_path, order=order().train_prompt, loop_fail=note)
     assert second.start.train_step >= 3
     assert await second.harness.run()
     assert 0 < second.harness.restored.prompt_cursor < len(ROWS) < len(rolled) and before < len(rolled)

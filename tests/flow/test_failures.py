@@ -13,7 +13,7 @@ from async_rl.run import causes
 from message_queue.errors import PromptError, RolloutError
 from message_queue.tokens import StopReason
 from tests.flow.crashes import STEPS, Life
-from tests.flow.harness import FakeTrainer, Harness, Prompts
+from tests.flow.harness import FakeTrainer, Harness, prompt_at
 from tests.flow.test_crashes import trained_prompts
 from tests.helpers.groups import trajectory
 
@@ -151,7 +151,7 @@ async def test_fill_replaces_a_rollout_that_failed_before_a_kill(tmp_path):
     admission = await harness.queue.admit(0)
     held = [trajectory(prompt=1) for _ in range(3)]
     held[1].stop_reason = StopReason.ERROR
-    group = await harness.rollouter.roll(Prompts().train_prompt(0), admission, existing=held)
+    group = await harness.rollouter.roll(prompt_at(0), admission, existing=held)
     assert failures_of(group) == [False, True, False, False]
     assert group.trajectories[3].num_sampled and {r.session for r in harness.replicas[0].requests} == {"g0-t3"}
     harness.recorder.close()
@@ -162,7 +162,7 @@ async def test_fill_keeps_a_replaced_rollout_failed_after_damage_to_its_end(tmp_
     admission = await harness.queue.admit(0)
     held = [trajectory(prompt=1) for _ in range(4)]
     held[0].stop_reason = held[0].reward = None
-    group = await harness.rollouter.roll(Prompts().train_prompt(0), admission, existing=held)
+    group = await harness.rollouter.roll(prompt_at(0), admission, existing=held)
     assert failures_of(group) == [True, False, False, False]
     harness.recorder.close()
 
@@ -203,7 +203,7 @@ async def test_an_error_of_code_is_retried_only_if_a_rollout_succeeded_since(tmp
     harness = Harness(tmp_path, reward_fail=reward, failure=FailureConfig(max_retries=2))
     for group in range(4):
         admission = await harness.queue.admit(group)
-        await harness.rollouter.roll(Prompts().train_prompt(group), admission)
+        await harness.rollouter.roll(prompt_at(group), admission)
     assert [reward.tries(group) for group in (0, 1, 3)] == [3, 1, 3]
     harness.recorder.close()
 
@@ -270,7 +270,7 @@ async def test_prompts_of_single_failures_are_not_readmitted(tmp_path):
 def test_failed_prompts_survive_a_kill_before_and_after_admission(tmp_path):
     path = tmp_path / "failed.json"
     FailedPrompts(path).add([5, 2])
-    source = PromptSource(Prompts(), cursor=7, failed=FailedPrompts(path))
+    source = PromptSource(prompt_at, cursor=7, failed=FailedPrompts(path))
     assert source.current().index == 2 and FailedPrompts(path).prompts == [2, 5]
     source.advance()
     assert source.current().index == 5 and FailedPrompts(path).prompts == [5]

@@ -11,7 +11,7 @@ from async_rl.metrics.trace import read_trace
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
 from message_queue.errors import EngineError, RolloutError
-from tests.flow.harness import FakeTrainer, Harness, Prompts
+from tests.flow.harness import FakeTrainer, Harness, prompt_at
 from tests.helpers.traces import CHAIN, check_trace
 
 pytestmark = pytest.mark.virtual_time
@@ -141,14 +141,14 @@ async def test_run_ends_beside_a_worker_that_blocks_in_a_publish(tmp_path, how):
     harness = Harness(tmp_path, steps=1 if how == "last step" else 4, max_staleness=4, trainer=trainer)
     (worker,), blocked = harness.workers, asyncio.Event()
 
-    async def pause_tools():
+    async def adopt(tools_paused, avoided):
         blocked.set()
         await asyncio.Event().wait()
 
     async def flush():
         raise WorkerLostError("worker-0: flush took longer than 20 s")
 
-    worker.pause_tools, worker.flush = pause_tools, flush
+    worker.adopt, worker.flush = adopt, flush
     run = asyncio.create_task(harness.run(timeout_s=20))
     await blocked.wait()
     if how == "stop request":
@@ -237,7 +237,7 @@ async def test_validation_counts_failed_rollouts_apart(tmp_path, error, num_fail
 
 
 async def test_validation_rolls_out_each_prompt_of_each_set_several_times(tmp_path):
-    held_out = {name: [Prompts().train_prompt(i) for i in range(count)] for name, count in (("a", 2), ("b", 3))}
+    held_out = {name: [prompt_at(i) for i in range(count)] for name, count in (("a", 2), ("b", 3))}
     harness = Harness(tmp_path, validate_every=2, steps=2, held_out=held_out, validation_samples=4)
     assert await harness.run()
     for line in harness.lines("validation.jsonl"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from async_rl.weights.broadcast import VersionServer, receive
-from async_rl.weights.host_copy import HostCopy
+from async_rl.weights.snapshots import HostCopy
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError
 from async_rl.weights.twin import Twin

@@ -19,9 +19,8 @@ import httpx2
 import openai
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, RequestError
 from agent_loop.programs.program import ModelAccess
-from agent_loop.programs.session import CallRefused
 
 WORDS = ["add", "the", "two", "numbers", "and", "answer", "with", "one", "word", "12", "34", "56", "+", "-", "*", "ok"]
 LOST = 0.1  # share of the calls that are lost on their way, and of calls whose answers are
@@ -62,7 +61,7 @@ class RandomAgent:
     async def run(self, steps: int) -> None:
         """Make some steps; it ends early if the limits of the rollout leave no call."""
         acts = (self.go_on, self.go_on, self.edit, self.compact, self.ask_sub_agent, self.ask_twice, self.retry)
-        with contextlib.suppress(CallRefused):
+        with contextlib.suppress(RequestError):
             answer = await self.call()
             for _ in range(steps):
                 self.history += [answer.message, self.say()]
@@ -163,7 +162,7 @@ class LossyNetwork(httpx2.AsyncHTTPTransport):
 
 @contextlib.asynccontextmanager
 async def over_http(access: ModelAccess, network: LossyNetwork, *, chance: random.Random) -> AsyncGenerator[Answer]:
-    """Model calls over each API at random, a third of them as streams. A call that is refused raises CallRefused.
+    """Model calls over each API at random, a third of them as streams. A call that is refused raises RequestError.
 
     chance: random choice of the API.
     """
@@ -181,13 +180,12 @@ async def over_http(access: ModelAccess, network: LossyNetwork, *, chance: rando
                 message, is_cut = await chance.choice(apis)(request, extra_headers=headers)
             except (openai.BadRequestError, anthropic.BadRequestError) as error:
                 assert any(refusal in str(error) for refusal in REFUSALS), error
-                raise CallRefused(str(error)) from error
+                raise RequestError(str(error)) from error
             return ChatAnswer(
                 message=message,
                 finish="length" if is_cut else "stop",
                 prompt_tokens=0,
                 cached_tokens=0,
-                completion_tokens=0,
             )
 
         yield answer

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from message_queue.routing_rows import NOT_SAMPLED
 from message_queue.tokens import Float32Array, Int32Array
-from message_queue.training_sequence import BoolArray, TrainingSequence
+from message_queue.training_sequence import NOT_SAMPLED, BoolArray, TrainingSequence
 from message_queue.trajectory import Trajectory
 
 

@@ -2,11 +2,10 @@
 
 import numpy as np
 
-from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, Trajectory
 
 SPEC = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
 

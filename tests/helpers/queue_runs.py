@@ -6,7 +6,7 @@ from pathlib import Path
 
 from message_queue.contract import Batch
 from message_queue.ledger import Drop, DropKind
-from message_queue.policies import DropPolicy, StalenessConfig, build_policy
+from message_queue.policies import StalenessConfig, build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
 from tests.helpers.groups import head_for
@@ -109,7 +109,7 @@ class Drive:
         if state.replay:
             return list(state.replay[0])
         ready = list(state.ready.values())
-        if type(policy) is not DropPolicy:
+        if policy.oldest_first:
             ready.sort(key=lambda group: (group.admitted_update, group.group))
         return [group.group for group in ready]
 

@@ -6,12 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from async_rl.rollout.content.reader import read_groups
-from async_rl.rollout.content.records import Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.format import Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.reader import ContentPlace, read_groups
 from async_rl.rollout.content.writer import ContentWriter
-from message_queue.contract import Admission
 from message_queue.tokens import RoutingSpec
-from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, ResumeRouting, Trajectory
 
 RUN = "run"
 
@@ -65,17 +64,18 @@ def read(
     trajectories: int = 1,
     routing: RoutingSpec | None = None,
     resume_routing: ResumeRouting = "append",
+    run: str = RUN,
 ) -> StoredGroups:
-    """Groups of the run, from the files of all writers."""
-    found = read_groups(
-        directory,
-        {group: admission(group) for group in groups},
-        run=RUN,
+    """Groups of a run, from the files of all writers."""
+    place = ContentPlace(
+        directory=directory,
+        run=run,
+        fsync=False,
         trajectories=trajectories,
         routing=routing,
         resume_routing=resume_routing,
     )
-    return StoredGroups(*found)
+    return StoredGroups(*read_groups(place, {group: admission(group) for group in groups}))
 
 
 async def stored(trajectory: Trajectory) -> Trajectory:

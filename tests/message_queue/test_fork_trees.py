@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from async_rl.rollout.content.records import Forked, RolloutRecord
+from async_rl.rollout.content.format import Forked, RolloutRecord
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory
 from message_queue.tokens import StopReason

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord
 from message_queue.errors import ContractError
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason

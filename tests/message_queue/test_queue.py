@@ -6,12 +6,13 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from message_queue.contract import Admission, QueueSnapshot
+from message_queue.contract import QueueSnapshot
 from message_queue.errors import ContractError, QueueClosed, QueueError, StalenessError
 from message_queue.heads import head_of
 from message_queue.ledger import Drop, DropKind
 from message_queue.policies import WaitPolicy
 from message_queue.tokens import StopReason
+from message_queue.trajectory import Admission
 from tests.helpers.groups import group_for, head_for, segment, trajectory
 from tests.helpers.queue_runs import make_queue
 

@@ -7,8 +7,8 @@ import pytest
 
 from message_queue.errors import ContractError
 from message_queue.heads import head_of
-from message_queue.routing_rows import NOT_ROUTED
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason
+from message_queue.training_sequence import NOT_ROUTED
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory

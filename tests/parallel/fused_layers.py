@@ -24,7 +24,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from async_rl.trainer.model import gpt
 from async_rl.trainer.model.attention import RMSNorm
-from async_rl.trainer.model.fast_paths import Platform
 
 
 @contextlib.contextmanager
@@ -32,7 +31,7 @@ def fused_layers():
     """Models built inside are of megatron's Transformer Engine spec, with any trainer.layer_spec."""
     held = {(gpt_layer_specs, "TESpecProvider"): FusedSpecProvider, (gpt_layer_specs, "TENorm"): RMSNorm}
     held[gpt, "uses_transformer_engine"] = lambda _config, device: True
-    held[gpt, "_platform"] = lambda _device: Platform(cuda=True)
+    held[gpt, "fusions"] = lambda shape, _device, fusions=gpt.fusions: fusions(shape, torch.device("cuda"))
     before = {key: vars(key[0]).get(key[1]) for key in held}
     for (module, name), value in held.items():
         setattr(module, name, value)

@@ -21,13 +21,13 @@ def adapter_gradients(trainer):
 
 def start_lora_trainer(checkpoint, *, lora=LORA, spread=True, **changes):
     """A trainer with adapters; spread: whose B is not zero, so that A has a gradient. On one rank."""
-    from async_rl.trainer.model.convert import named_adapters
+    from async_rl.trainer.model.convert import named_weights
 
     trainer = start_trainer(checkpoint, lora=lora, **changes)
     if spread:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for name, parameter in named_adapters(trainer.model.chunks):
+            for name, parameter in named_weights(trainer.model.chunks, adapters=True):
                 if name.endswith(".b"):
                     parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return trainer

@@ -19,16 +19,14 @@ from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batc
 from async_rl.trainer.loss.losses import (
     DecoupledPPO,
     LossConfig,
-    TokenLogprobs,
-    Trajectories,
     policy_loss,
     token_weights,
 )
+from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from message_queue.routing_rows import RowRun
 from message_queue.sampling_support import SamplingSupport
-from message_queue.training_sequence import SampledRun, TrainingSequence
+from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence
 from tests.conformance.reference import watched_routers
 from tests.helpers import numerics
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint

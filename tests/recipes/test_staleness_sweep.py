@@ -83,7 +83,7 @@ def record(cell, *, reward=0.1, oldest=None):
         for i in range(1, 6)
     ]
     validations = [{"train_step": i, "validation/success": success} for i, success in ((0, 0.2), (3, 0.5), (5, 0.9))]
-    return RunRecord(name=cell.name, steps=steps, validations=validations)
+    return RunRecord(directory=Path(cell.name), steps=steps, validations=validations)
 
 
 def results_of(experiment, **options):

@@ -17,9 +17,9 @@ from async_rl.rollout.validator import Validator
 from message_queue.events import Dropped, Loaded, Taken
 from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
-from message_queue.routing_rows import TrajectoryRows
 from message_queue.sampling_support import SamplingSupport
 from message_queue.state import QueueState
+from message_queue.training_sequence import TrajectoryRows
 from message_queue.trajectory import Trajectory
 from tests.simulator import (
     answer_mutations,

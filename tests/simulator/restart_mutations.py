@@ -14,7 +14,7 @@ from async_rl.rollout.content.reader import read_groups
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
-from async_rl.rollout.recorded import RecordedTrajectory, RolloutLogError, StoredRolloutLog
+from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError
 from message_queue.events import Checkpointed
 from message_queue.journal import EventJournal
 from message_queue.recovery import recover
@@ -38,7 +38,7 @@ class ContentIsStoredBeforeItIsWritten(ContentWriter):
 
 
 @defect("exactly once")
-class GroupIsReadyBeforeItsContentIsStored(StoredRolloutLog):
+class GroupIsReadyBeforeItsContentIsStored(RolloutLog):
     async def flush(self):
         return
 
@@ -61,11 +61,11 @@ def recovery_skips_a_ready_group(stored, place, *, policy):
 
 
 @defect("exactly once", of=read_groups)
-def recovery_forgets_generated_tokens(directory, groups, *, routing, **options):
-    found, notes = read_groups(directory, groups, routing=routing, **options)
+def recovery_forgets_generated_tokens(place, groups):
+    found, notes = read_groups(place, groups)
     for group in found.values():
         if not group.closed:
-            group.trajectories = [Trajectory(routing=routing) for _ in group.trajectories]
+            group.trajectories[:] = [Trajectory(routing=place.routing) for _ in group.trajectories]
     return found, notes
 
 
@@ -133,7 +133,7 @@ class ReplicasStayOnHold(Publisher):
 
 
 @defect("failure", kinds=("disk fails", "disk is full", "disk stays full"))
-class FailedJournalCostsAGroup(StoredRolloutLog):
+class FailedJournalCostsAGroup(RolloutLog):
     async def flush(self):
         try:
             await super().flush()

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from agent_loop.programs.endpoint.host import EndedHandle
+from agent_loop.programs.endpoint.host import EndedSession
 from agent_loop.programs.program import ProgramLoop
 from agent_loop.programs.session import AgentSession
 from async_rl.rollout.content.reader import read_groups
@@ -49,8 +49,8 @@ class CallAttachesToAnAnswerOfAnotherSession(AgentSession):
 
 @defect("exactly once", agents=True)
 class RetryIsSampledAgain(AgentSession):
-    async def _once(self, key, *, is_retry, make):
-        return await super()._once(key, is_retry=False, make=make)
+    async def _once(self, request, key, make):
+        return await super()._once(replace(request, is_retry=False, idempotency_key=None), key, make)
 
 
 @defect("exactly once", agents=True)
@@ -78,6 +78,6 @@ def paths_of_a_rollout_have_different_advantages(*args, **options):
 
 
 @defect("exactly once", agents=True)
-class CallAfterTheEndIsAnswered(EndedHandle):
+class CallAfterTheEndIsAnswered(EndedSession):
     async def answer(self, request):
         return None

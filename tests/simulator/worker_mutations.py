@@ -51,7 +51,7 @@ class ToolsArePausedInTheFirstWorkerOnly(WatchedDispatcher):
         self._tools_paused = self.tools_paused = True
         for member in self._live[:1]:
             with contextlib.suppress(WorkerLostError):
-                await member.worker.call(RolloutWorker.pause_tools)
+                await member.worker.call(RolloutWorker.adopt, True, self._avoided)
 
 
 @defect("exactly once", of=reader._order, kinds=DIES)

@@ -1,16 +1,19 @@
-"""Reads the JSON body of a request. Each error names the field, its value and a way out."""
+"""JSON bodies of requests and the wire formats that read them. Each error names the field, its value and a way out."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
-from agent_loop.programs.endpoint.errors import RequestError
+from agent_loop.programs.conversation import ChatAnswer, EndpointError, RequestError
 
 T = TypeVar("T")
+Request = TypeVar("Request")
 Body = Mapping[str, Any]
 OBJECT: type[dict[str, Any]] = dict
 LIST: type[list[Any]] = list
@@ -61,101 +64,163 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def wrong(field: str, value: object, way_out: str) -> RequestError:
-    """The error of a field."""
-    return RequestError(f"{field} is {shown(value)}; {way_out}", field=field)
-
-
-def optional(body: Body, name: str, kind: type[T], *, at: str = "") -> T | None:
-    """A field of a type, or None if it is absent or null.
+class Fields:
+    """The fields of an object in a request.
 
     Args:
-        at: path of `body` in the request, for errors, such as `messages[0].`.
+        body: the object.
+        at: path of the object, such as `messages[0]`; "" is the request.
     """
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise wrong(at + name, value, f"give {_KINDS[kind]}")
-    return cast(T, value)
 
+    __slots__ = ("at", "body")
 
-def required(body: Body, name: str, kind: type[T], *, at: str = "") -> T:
-    """As `optional`, of a field that cannot be absent."""
-    value = optional(body, name, kind, at=at)
-    if value is None:
-        raise RequestError(f"{at}{name} is missing; give {_KINDS[kind]}", field=at + name)
-    return value
+    def __init__(self, body: Body, at: str = "") -> None:
+        self.body = body
+        self.at = at
 
+    def path(self, name: str) -> str:
+        """Path of a field."""
+        return f"{self.at}.{name}" if self.at else name
 
-def objects(body: Body, name: str, *, at: str = "") -> Sequence[tuple[str, Body]]:
-    """(path, object) of each element of a list; an absent list is empty."""
-    found = [(f"{at}{name}[{n}]", item) for n, item in enumerate(optional(body, name, LIST, at=at) or [])]
-    for path, item in found:
-        if not isinstance(item, dict):
-            raise wrong(path, item, "give an object")
-    return found
+    def wrong(self, name: str, way_out: str) -> RequestError:
+        """The error of a field."""
+        return RequestError(f"{self.path(name)} is {shown(self.body.get(name))}; {way_out}", field=self.path(name))
 
+    def optional(self, name: str, kind: type[T]) -> T | None:
+        """A field of a type, or None if it is absent or null."""
+        value = self.body.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self.wrong(name, f"give {_KINDS[kind]}")
+        return cast(T, value)
 
-def texts(body: Body, name: str) -> tuple[str, ...]:
-    """A text or a list of texts that are not empty; an absent field has none."""
-    value = body.get(name)
-    found: list[Any] = [value] if isinstance(value, str) else optional(body, name, LIST) or []
-    if not all(isinstance(text, str) and text for text in found):
-        raise wrong(name, value, "give texts that are not empty")
-    return tuple(found)
-
-
-def positive(body: Body, name: str, *, at: str = "") -> int | None:
-    """A whole number of at least 1, or None if it is absent."""
-    value = optional(body, name, int, at=at)
-    if value is not None and value < 1:
-        raise wrong(at + name, value, "give a whole number of at least 1")
-    return value
-
-
-def refuse(body: Body, reasons: Mapping[str, str], *, at: str = "") -> None:
-    """Refuse fields whose effect an answer would lack; null, false and empty values ask for nothing.
-
-    Args:
-        reasons: name of the field -> way out.
-    """
-    for name, way_out in reasons.items():
-        if body.get(name):
-            raise wrong(at + name, body[name], way_out)
-
-
-def text_of(value: object, *, at: str, kinds: Sequence[str], separator: str) -> str:
-    """Text of a message's content: a text, or a list of parts of type text.
-
-    Args:
-        at: path of the content.
-        kinds: values of `type` that are texts.
-        separator: put between parts.
-    """
-    if isinstance(value, str):
+    def required(self, name: str, kind: type[T]) -> T:
+        """As `optional`, of a field that cannot be absent."""
+        value = self.optional(name, kind)
+        if value is None:
+            raise RequestError(f"{self.path(name)} is missing; give {_KINDS[kind]}", field=self.path(name))
         return value
-    if not isinstance(value, list):
-        raise wrong(at, value, "give a text, or a list of text parts")
-    parts = list[str]()
-    for path, part in objects({at: value}, at):
-        kind = part.get("type")
-        if kind not in kinds:
-            raise wrong(f"{path}.type", kind, f"only text is supported: {' or '.join(kinds)}")
-        parts.append(required(part, "text", str, at=f"{path}."))
-    return separator.join(parts)
+
+    def inner(self, name: str) -> Fields:
+        """The fields of an inner object; an absent object is empty."""
+        return Fields(self.optional(name, OBJECT) or {}, self.path(name))
+
+    def objects(self, name: str) -> Sequence[Fields]:
+        """The objects of a list; an absent list is empty."""
+        found = [Fields(item, f"{self.path(name)}[{n}]") for n, item in enumerate(self.optional(name, LIST) or [])]
+        for each in found:
+            if not isinstance(cast(object, each.body), dict):
+                raise RequestError(f"{each.at} is {shown(each.body)}; give an object", field=each.at)
+        return found
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A text or a list of texts that are not empty; an absent field has none."""
+        value = self.body.get(name)
+        found: list[Any] = [value] if isinstance(value, str) else self.optional(name, LIST) or []
+        if not all(isinstance(text, str) and text for text in found):
+            raise self.wrong(name, "give texts that are not empty")
+        return tuple(found)
+
+    def positive(self, name: str) -> int | None:
+        """A whole number of at least 1, or None if it is absent."""
+        value = self.optional(name, int)
+        if value is not None and value < 1:
+            raise self.wrong(name, "give a whole number of at least 1")
+        return value
+
+    def refuse(self, reasons: Mapping[str, str]) -> None:
+        """Refuse fields whose effect an answer would lack; null, false and empty values ask for nothing.
+
+        Args:
+            reasons: name of the field -> way out.
+        """
+        for name, way_out in reasons.items():
+            if self.body.get(name):
+                raise self.wrong(name, way_out)
+
+    def refuse_structured(self, name: str) -> None:
+        """Refuse a format of the answer other than text."""
+        if (form := self.inner(name)).body.get("type", "text") != "text":
+            raise form.wrong("type", "only text is supported; describe the format in the prompt")
+
+    def content(self, name: str, *, kinds: Sequence[str] = ("text",), separator: str = "\n") -> str:
+        """Text of a message: a text, or a list of parts of type text.
+
+        Args:
+            kinds: values of `type` that are texts.
+            separator: put between parts.
+        """
+        value = self.body.get(name)
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise self.wrong(name, "give a text, or a list of text parts")
+        parts = list[str]()
+        for part in self.objects(name):
+            if part.body.get("type") not in kinds:
+                raise part.wrong("type", f"only text is supported: {' or '.join(kinds)}")
+            parts.append(part.required("text", str))
+        return separator.join(parts)
+
+    def function_tool(self, *, schema: str = "parameters") -> Mapping[str, Any]:
+        """Description of a tool in OpenAI's function format, from an object with name, description and a schema.
+
+        Args:
+            schema: field of the JSON schema of the arguments.
+        """
+        described: dict[str, Any] = {"name": self.required("name", str)}
+        if (description := self.optional("description", str)) is not None:
+            described["description"] = description
+        described["parameters"] = self.optional(schema, OBJECT) or {"type": "object", "properties": {}}
+        return {"type": "function", "function": described}
 
 
-def function_tool(function: Body, *, schema: str, at: str) -> Mapping[str, Any]:
-    """Description of a tool in OpenAI's function format, from an object with name, description and a schema.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A request of a client, without its path."""
 
-    Args:
-        schema: field of the JSON schema of the arguments.
-        at: path of the object.
-    """
-    described: dict[str, Any] = {"name": required(function, "name", str, at=at)}
-    description = optional(function, "description", str, at=at)
-    if description is not None:
-        described["description"] = description
-    described["parameters"] = optional(function, schema, OBJECT, at=at) or {"type": "object", "properties": {}}
-    return {"type": "function", "function": described}
+    body: Body
+    """JSON object."""
+    id: str
+    """Unique name; ids in the answer are made from it."""
+    created: int
+    """Unix time of its arrival, in seconds."""
+    is_retry: bool = False
+    """Whether the client's SDK made the call before and got no answer."""
+    idempotency_key: str | None = None
+    """Header `Idempotency-Key`; None if it is absent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireFormat(Generic[Request]):
+    """A wire format as plain functions between JSON and `agent_loop.programs.conversation`. None keeps a state."""
+
+    read: Callable[[Call], Request]
+    """Body -> request. Raises RequestError."""
+    write: Callable[[ChatAnswer, Call], dict[str, Any]]
+    """Answer -> JSON object of the response."""
+    events: Callable[[ChatAnswer, Call], Iterator[dict[str, Any]]]
+    """Answer -> JSON objects of all server-sent events of the response."""
+    error: Callable[[EndpointError], dict[str, Any]]
+    """Error -> JSON object of the response."""
+    late_error: Callable[[EndpointError], dict[str, Any]] | None = None
+    """Error -> JSON object of an event, for a response that has started; None is as `error`."""
+    end: str = ""
+    """Text after the events."""
+    keep_alive: str = ": keep-alive\n\n"
+    """Server-sent event or comment while an answer is awaited."""
+
+    def stream(self, answer: ChatAnswer, call: Call) -> str:
+        """All server-sent events of a response."""
+        return "".join(map(sse, self.events(answer, call))) + self.end
+
+    def error_event(self, error: EndpointError) -> str:
+        """Server-sent event of an error, for a response that has started."""
+        return sse((self.late_error or self.error)(error))
+
+
+def sse(data: Mapping[str, Any]) -> str:
+    """A server-sent event, named by the `type` of its object."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

@@ -7,27 +7,12 @@ what was asked for are refused. Reasoning is in `reasoning_content`, in answers 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest
-from agent_loop.programs.endpoint.body import (
-    LIST,
-    OBJECT,
-    Body,
-    function_tool,
-    objects,
-    optional,
-    positive,
-    refuse,
-    required,
-    text_of,
-    texts,
-    wrong,
-)
-from agent_loop.programs.endpoint.errors import EndpointError, RequestError
-from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, EndpointError, RequestError, openai_call
+from agent_loop.programs.endpoint.body import LIST, OBJECT, Body, Call, Fields, WireFormat
 
 DONE = "data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -45,44 +30,33 @@ REFUSED = {
 
 
 def read(call: Call) -> ChatRequest:
-    """Body -> request.
-
-    Raises:
-        RequestError: the body is wrong or asks for something else than one text answer.
-    """
-    body = call.body
-    refuse(body, REFUSED)
-    if optional(body, "n", int) not in (None, 1):
-        raise wrong("n", body["n"], "send one request for each answer")
-    if any(kind != "text" for kind in optional(body, "modalities", LIST) or []):
-        raise wrong("modalities", body["modalities"], 'only ["text"] is supported')
-    refuse_structured(optional(body, "response_format", OBJECT) or {}, at="response_format")
-    wants_usage(body)
-    found = objects(body, "messages")
-    if not found:
+    """Body -> request. RequestError: the body is wrong or asks for something else than one text answer."""
+    body = Fields(call.body)
+    body.refuse(REFUSED)
+    if body.optional("n", int) not in (None, 1):
+        raise body.wrong("n", "send one request for each answer")
+    if any(kind != "text" for kind in body.optional("modalities", LIST) or []):
+        raise body.wrong("modalities", 'only ["text"] is supported')
+    body.refuse_structured("response_format")
+    wants_usage(call)
+    body.optional("logprobs", bool)
+    messages = body.objects("messages")
+    if not messages:
         raise RequestError("messages is missing or empty; give at least one message", field="messages")
     return ChatRequest(
-        messages=tuple(_read_message(message, at=path) for path, message in found),
-        tools=tuple(_read_tool(tool, at=path) for path, tool in objects(body, "tools")) if allows_tools(body) else (),
-        agent=required(body, "model", str),
-        max_tokens=positive(body, "max_completion_tokens") or positive(body, "max_tokens"),
-        stop=texts(body, "stop"),
-        wants_logprobs=bool(optional(body, "logprobs", bool)),
+        messages=tuple(map(_read_message, messages)),
+        tools=tuple(map(_read_tool, body.objects("tools"))) if allows_tools(call.body) else (),
+        agent=body.required("model", str),
+        max_tokens=body.positive("max_completion_tokens") or body.positive("max_tokens"),
+        stop=body.texts("stop"),
         is_retry=call.is_retry,
         idempotency_key=call.idempotency_key,
     )
 
 
-def refuse_structured(format: Body, *, at: str) -> None:
-    """Refuse a format of the answer other than text."""
-    if format.get("type", "text") != "text":
-        raise wrong(f"{at}.type", format["type"], "only text is supported; describe the format in the prompt")
-
-
-def wants_usage(body: Body) -> bool:
+def wants_usage(call: Call) -> bool:
     """Whether a stream ends with counts of tokens."""
-    options = optional(body, "stream_options", OBJECT) or {}
-    return bool(optional(options, "include_usage", bool, at="stream_options."))
+    return bool(Fields(call.body).inner("stream_options").optional("include_usage", bool))
 
 
 def allows_tools(body: Body) -> bool:
@@ -93,99 +67,78 @@ def allows_tools(body: Body) -> bool:
     return body.get("tool_choice") != "none"
 
 
-def _read_message(message: Body, *, at: str) -> Message:
-    role = required(message, "role", str, at=f"{at}.")
-    name = optional(message, "name", str, at=f"{at}.")
-    refuse(message, {"function_call": "use tool_calls", "audio": "only text is supported"}, at=f"{at}.")
-    if role == "assistant":
-        calls = objects(message, "tool_calls", at=f"{at}.")
+def _read_message(message: Fields) -> Message:
+    role, name = message.required("role", str), message.optional("name", str)
+    message.refuse({"function_call": "use tool_calls", "audio": "only text is supported"})
+    if role == "assistant":  # parts of its content are one sampled text
+        reasoning = [message.optional(name, str) for name in ("reasoning_content", "reasoning")]
         return Message(
             role="assistant",
-            content=_read_content(message, at=at, separator="", absent=""),
-            reasoning=_read_reasoning(message, at=at),
-            tool_calls=tuple(_read_call(call, at=path) for path, call in calls),
+            content="" if message.body.get("content") is None else message.content("content", separator=""),
+            reasoning=reasoning[0] or reasoning[1] or None,
+            tool_calls=tuple(map(_read_call, message.objects("tool_calls"))),
             name=name,
         )
-    content = _read_content(message, at=at, separator="\n")
+    content = message.content("content")
     match role:
         case "system" | "developer":
             return Message(role="system", content=content, name=name)
         case "user":
             return Message(role="user", content=content, name=name)
         case "tool":
-            called = required(message, "tool_call_id", str, at=f"{at}.")
+            called = message.required("tool_call_id", str)
             return Message(role="tool", content=content, tool_call_id=called, name=name)
         case _:
-            raise wrong(f"{at}.role", role, "the roles are system, developer, user, assistant and tool")
+            raise message.wrong("role", "the roles are system, developer, user, assistant and tool")
 
 
-def _read_content(message: Body, *, at: str, separator: str, absent: str | None = None) -> str:
-    """Text of a message. Parts are separated by lines, but those of an assistant, which are one sampled text."""
-    content = message.get("content", absent)
-    if content is None and absent is not None:
-        return absent
-    return text_of(content, at=f"{at}.content", kinds=("text",), separator=separator)
-
-
-def _read_reasoning(message: Body, *, at: str) -> str | None:
-    """Reasoning under either of its names; "" is none."""
-    found = [optional(message, name, str, at=f"{at}.") for name in ("reasoning_content", "reasoning")]
-    return found[0] or found[1] or None
-
-
-def _read_call(call: Body, *, at: str) -> ToolUse:
-    if call.get("type", "function") != "function":
-        raise wrong(f"{at}.type", call["type"], "only function is supported")
-    function = required(call, "function", OBJECT, at=f"{at}.")
-    inner = f"{at}.function."
+def _read_call(call: Fields) -> ToolUse:
+    if call.body.get("type", "function") != "function":
+        raise call.wrong("type", "only function is supported")
+    call.required("function", OBJECT)
+    function = call.inner("function")
     return ToolUse(
-        id=required(call, "id", str, at=f"{at}."),
-        name=required(function, "name", str, at=inner),
-        arguments=required(function, "arguments", str, at=inner),
+        id=call.required("id", str), name=function.required("name", str), arguments=function.required("arguments", str)
     )
 
 
-def _read_tool(tool: Body, *, at: str) -> Mapping[str, Any]:
-    if tool.get("type") != "function":
-        raise wrong(f"{at}.type", tool.get("type"), "only function is supported")
-    function = required(tool, "function", OBJECT, at=f"{at}.")
-    return function_tool(function, schema="parameters", at=f"{at}.function.")
+def _read_tool(tool: Fields) -> Body:
+    if tool.body.get("type") != "function":
+        raise tool.wrong("type", "only function is supported")
+    tool.required("function", OBJECT)
+    return tool.inner("function").function_tool()
 
 
 def write(answer: ChatAnswer, call: Call) -> dict[str, Any]:
     """Answer -> response."""
-    message: dict[str, Any] = {"role": "assistant", "content": _content(answer), "refusal": None}
-    if answer.message.reasoning:
-        message["reasoning_content"] = answer.message.reasoning
-    if answer.message.tool_calls:
-        message["tool_calls"] = [_write_call(use) for use in answer.message.tool_calls]
+    said = answer.message
+    content = said.content or (None if said.tool_calls else "")  # null instead of an empty text with tool calls
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.tool_calls:
+        message["tool_calls"] = [openai_call(use) for use in said.tool_calls]
     choice = {"index": 0, "message": message, "logprobs": _logprobs(answer, call), "finish_reason": answer.finish}
     return {**_head(call, "chat.completion"), "choices": [choice], "usage": usage(answer)}
 
 
-def events(answer: ChatAnswer, call: Call) -> Iterator[str]:
+def events(answer: ChatAnswer, call: Call) -> Iterator[dict[str, Any]]:
     """Answer -> chunks: role and logprobs, reasoning, text, each tool call, the end, and usage if it was asked for."""
     message = answer.message
-    with_usage = wants_usage(call.body)
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     if message.reasoning:
         deltas.append({"reasoning_content": message.reasoning})
     if message.content:
         deltas.append({"content": message.content})
-    deltas += [{"tool_calls": [{"index": n, **_write_call(use)}]} for n, use in enumerate(message.tool_calls)]
-    deltas.append({})
-    head = _head(call, "chat.completion.chunk") | ({"usage": None} if with_usage else {})
-    for number, delta in enumerate(deltas):
-        choice = {
-            "index": 0,
-            "delta": delta,
-            "logprobs": _logprobs(answer, call) if number == 0 else None,
-            "finish_reason": None if delta else answer.finish,
-        }
-        yield sse({**head, "choices": [choice]})
-    if with_usage:
-        yield sse({**head, "choices": [], "usage": usage(answer)})
-    yield DONE
+    deltas += [{"tool_calls": [{"index": n, **openai_call(use)}]} for n, use in enumerate(message.tool_calls)]
+    head = _head(call, "chat.completion.chunk") | ({"usage": None} if wants_usage(call) else {})
+    logprobs = _logprobs(answer, call)
+    for delta in (*deltas, {}):
+        end = None if delta else answer.finish
+        yield {**head, "choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": end}]}
+        logprobs = None
+    if wants_usage(call):
+        yield {**head, "choices": [], "usage": usage(answer)}
 
 
 def usage(answer: ChatAnswer) -> dict[str, Any]:
@@ -204,22 +157,8 @@ def error(error: EndpointError) -> dict[str, Any]:
     return {"error": {"message": f"{error}", "type": kind, "param": error.field, "code": error.code}}
 
 
-def error_event(found: EndpointError) -> str:
-    """Error -> last event of a stream."""
-    return sse(error(found))
-
-
 def _head(call: Call, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{call.id}", "object": kind, "created": call.created, "model": call.body["model"]}
-
-
-def _content(answer: ChatAnswer) -> str | None:
-    """Text of the answer; null instead of an empty text with tool calls."""
-    return answer.message.content or (None if answer.message.tool_calls else "")
-
-
-def _write_call(use: ToolUse) -> dict[str, Any]:
-    return {"id": use.id, "type": "function", "function": {"name": use.name, "arguments": use.arguments}}
 
 
 def _logprobs(answer: ChatAnswer, call: Call) -> dict[str, Any] | None:
@@ -230,10 +169,8 @@ def _logprobs(answer: ChatAnswer, call: Call) -> dict[str, Any] | None:
     if not call.body.get("logprobs"):
         return None
     sampled = zip(answer.token_ids, answer.logprobs, strict=True)
-    content: list[Body] = [
-        {"token": f"token_id:{i}", "logprob": p, "bytes": None, "top_logprobs": []} for i, p in sampled
-    ]
-    return {"content": content, "refusal": None}
+    token: Body = {"bytes": None, "top_logprobs": []}
+    return {"content": [{"token": f"token_id:{i}", "logprob": p, **token} for i, p in sampled], "refusal": None}
 
 
-FORMAT = WireFormat(read=read, write=write, events=events, error=error, error_event=error_event)
+FORMAT = WireFormat(read=read, write=write, events=events, error=error, end=DONE)

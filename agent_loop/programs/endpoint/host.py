@@ -3,127 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any
 
+from agent_loop.chat import Chat
 from agent_loop.loop import Prompt
-from agent_loop.programs import session as calls
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest
+from agent_loop.programs.conversation import ChatRequest, ModelAccess, NoRolloutWaiting, SessionEnded
 from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.errors import (
-    ContextFull,
-    EndpointError,
-    NoRolloutWaiting,
-    RequestError,
-    SessionEnded,
-    SessionFailed,
-)
-from agent_loop.programs.endpoint.sessions import OpenedSession, SessionHandle, SessionStatus, key_digest, new_key
-from agent_loop.programs.program import ModelAccess
 from agent_loop.programs.session import AgentSession
 from message_queue.trajectory import POLICY
 
 MAX_ENDED = 65_536  # ended sessions that are remembered, so that late calls get 409
 RETRY_S = 5.0  # advised wait of an agent for which no rollout waits
 
-T = TypeVar("T")
+
+def new_key() -> str:
+    """An API key with 256 random bits."""
+    return f"sk-{secrets.token_urlsafe(32)}"
 
 
-class Handle:
-    """A session, as the endpoint sees it."""
+def key_digest(key: str) -> bytes:
+    """Digest to look a key up by: the time of a look-up shows nothing of a key."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """A new session, for the agent that asked for it."""
+
+    id: str
+    """Unique name; letters, digits, "_" and "-"."""
+    api_key: str
+    """Key of this session alone, from `new_key`."""
+    prompt: Prompt
+    """Task input; the agent sees its target, and the model only the messages that the agent sends."""
+
+
+class EndedSession(AgentSession):
+    """An ended session, whose calls and tokens are gone. Each call raises SessionEnded."""
 
     def __init__(self, session: AgentSession) -> None:
-        self._session = session
-        self.id = session.name
-        self.agents: Sequence[str] = session.agents
+        self.name, self.agents, self.ended, self.failure = session.name, session.agents, session.ended, None
+        self._declared, self._running = frozenset[str](), set[asyncio.Task[Any]]()
 
-    @property
-    def status(self) -> SessionStatus:
-        """See `SessionHandle`."""
-        if self._session.failure is not None:
-            return "failed"
-        return "ended" if self._session.ended.is_set() else "open"
-
-    async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """See `SessionHandle`."""
-        try:
-            return await self._session.answer(request)
-        except _ERRORS as error:
-            raise self._known(error) from error
-
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
-        """See `SessionHandle`."""
-        try:
-            return await self._session.generate(request)
-        except _ERRORS as error:
-            raise self._known(error) from error
-
-    def count_tokens(self, request: ChatRequest) -> int:
-        """See `SessionHandle`."""
-        try:
-            return self._session.count_tokens(request)
-        except _ERRORS as error:
-            raise self._known(error) from error
-
-    def reward(self, reward: float | Mapping[str, float]) -> None:
-        """See `SessionHandle`."""
-        try:
-            self._session.reward(reward)
-        except _ERRORS as error:
-            raise self._known(error) from error
-
-    def end(self) -> None:
-        """See `SessionHandle`."""
-        self._session.end()
-
-    def _known(self, error: Exception) -> EndpointError:
-        match error:
-            case calls.SessionEnded():
-                return SessionEnded(self.id)
-            case calls.SessionFailed():
-                return SessionFailed(f"session {self.id} failed")
-            case calls.ContextFull():
-                return ContextFull(prompt_tokens=error.prompt_tokens, max_tokens=error.max_tokens)
-            case _:
-                return RequestError(str(error))
-
-
-class EndedHandle:
-    """An ended session, whose calls and tokens are gone."""
-
-    status: SessionStatus = "ended"
-
-    def __init__(self, name: str, *, agents: Sequence[str]) -> None:
-        self.id = name
-        self.agents = agents
-
-    async def answer(self, request: ChatRequest) -> ChatAnswer:
-        """See `SessionHandle`."""
-        raise SessionEnded(self.id)
-
-    async def generate(self, request: TokenRequest) -> TokenAnswer:
-        """See `SessionHandle`."""
-        raise SessionEnded(self.id)
-
-    def count_tokens(self, request: ChatRequest) -> int:
-        """See `SessionHandle`."""
-        raise SessionEnded(self.id)
-
-    def reward(self, reward: float | Mapping[str, float]) -> None:
-        """See `SessionHandle`."""
-        raise SessionEnded(self.id)
-
-    def end(self) -> None:
-        """See `SessionHandle`."""
-
-
-_ERRORS = (calls.SessionEnded, calls.SessionFailed, calls.CallRefused)
+    def _chat_of(self, request: ChatRequest) -> Chat:
+        raise SessionEnded(self.name)
 
 
 class Sessions:
-    """A `SessionHost` and an `agent_loop.programs.program.Gateway`. Its server starts with the first session.
+    """Opens sessions, finds them, and serves them over HTTP. The server starts with the first session.
 
     Attributes:
         run_key: key for `POST /sessions`.
@@ -135,8 +68,8 @@ class Sessions:
         self._serve = serve
         self.run_key = config.run_key or new_key()
         self._config = config
-        self._by_key: dict[bytes, Handle] = {}
-        self._ended: OrderedDict[bytes, EndedHandle] = OrderedDict()
+        self._by_key: dict[bytes, AgentSession] = {}
+        self._ended: OrderedDict[bytes, EndedSession] = OrderedDict()
         self._keys: dict[str, str] = {}  # name of a session -> its key
         self._offered: OrderedDict[str, tuple[Prompt, asyncio.Event]] = OrderedDict()  # by name, oldest first
         self._server = AsyncExitStack()
@@ -147,21 +80,21 @@ class Sessions:
 
     @asynccontextmanager
     async def serve(self, session: AgentSession) -> AsyncGenerator[ModelAccess]:
-        """See `agent_loop.programs.program.Gateway.serve`."""
+        """Context in which a program can make the calls of a session; the session ends with it."""
         base_url, key = await self._start(), new_key()
         digest = key_digest(key)
-        self._by_key[digest], self._keys[session.name] = Handle(session), key
+        self._by_key[digest], self._keys[session.name] = session, key
         try:
             yield ModelAccess(base_url=base_url, api_key=key, model=POLICY)
         finally:
             await session.close()
             del self._by_key[digest], self._keys[session.name]
-            self._ended[digest] = EndedHandle(session.name, agents=session.agents)
+            self._ended[digest] = EndedSession(session)
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
 
     async def offer(self, session: AgentSession, prompt: Prompt) -> None:
-        """See `agent_loop.programs.program.Gateway.offer`."""
+        """Return when an agent outside of the run has opened a session that is being served."""
         opened = asyncio.Event()
         self._offered[session.name] = prompt, opened
         try:
@@ -178,15 +111,19 @@ class Sessions:
     # ---- for the server
 
     def open(self) -> OpenedSession:
-        """See `SessionHost`."""
+        """Give a waiting rollout to an agent.
+
+        Raises:
+            NoRolloutWaiting: there is none.
+        """
         if not self._offered:
             raise NoRolloutWaiting(retry_after_s=RETRY_S)
         name, (prompt, opened) = self._offered.popitem(last=False)
         opened.set()
         return OpenedSession(id=name, api_key=self._keys[name], prompt=prompt)
 
-    def session_of(self, key: str) -> SessionHandle | None:
-        """See `SessionHost`."""
+    def session_of(self, key: str) -> AgentSession | None:
+        """The session of a key. An ended session is still found, so that late calls get 409."""
         digest = key_digest(key)
         return self._by_key.get(digest) or self._ended.get(digest)
 

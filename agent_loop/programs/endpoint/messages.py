@@ -10,28 +10,19 @@ its texts. Example:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, arguments_text
-from agent_loop.programs.endpoint.body import (
-    LIST,
-    OBJECT,
-    Body,
-    function_tool,
-    objects,
-    optional,
-    positive,
-    refuse,
-    required,
-    text_of,
-    texts,
-    wrong,
+from agent_loop.programs.conversation import (
+    ChatAnswer,
+    ChatRequest,
+    ContextFull,
+    EndpointError,
+    RequestError,
+    arguments_text,
 )
-from agent_loop.programs.endpoint.chat_completions import refuse_structured
-from agent_loop.programs.endpoint.errors import ContextFull, EndpointError, RequestError
-from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.endpoint.body import LIST, OBJECT, Body, Call, Fields, WireFormat, sse
 
 # https://docs.anthropic.com/en/api/errors
 ERROR_TYPES = {
@@ -44,133 +35,110 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-REFUSED = {
-    "mcp_servers": "give the agent tools of its own",
-    "container": "leave it out: no code is executed here",
-}
+REFUSED = {"mcp_servers": "give the agent tools of its own", "container": "leave it out: no code is executed here"}
 BILLING = "x-anthropic-billing-header"  # Claude Code starts a system text with it, different in each request
 SIGNATURE = "unsigned"  # clients may leave out thinking with an empty signature
 
 
 def read(call: Call) -> ChatRequest:
-    """Body -> request.
-
-    Raises:
-        RequestError: the body is wrong or asks for something else than one text answer.
-    """
-    if positive(call.body, "max_tokens") is None:
+    """Body -> request. RequestError: the body is wrong or asks for something else than one text answer."""
+    body = Fields(call.body)
+    if body.positive("max_tokens") is None:
         raise RequestError("max_tokens is missing; give a whole number of at least 1", field="max_tokens")
     request = read_prompt(call)
     if request.messages[-1].role == "assistant":
-        last = f"messages[{len(call.body['messages']) - 1}].role"
-        raise wrong(last, "assistant", "no answer can be continued; let the last message be one of the user")
+        way_out = "no answer can be continued; let the last message be one of the user"
+        raise body.objects("messages")[-1].wrong("role", way_out)
     return request
 
 
 def read_prompt(call: Call) -> ChatRequest:
     """As `read`, for counting tokens: `max_tokens` may be absent."""
-    body = call.body
-    refuse(body, REFUSED)
-    output = optional(body, "output_config", OBJECT) or {}
-    refuse_structured(optional(output, "format", OBJECT) or {}, at="output_config.format")
-    found = objects(body, "messages")
+    body = Fields(call.body)
+    body.refuse(REFUSED)
+    body.inner("output_config").refuse_structured("format")
+    found = body.objects("messages")
     if not found:
         raise RequestError("messages is missing or empty; give at least one message", field="messages")
-    messages = [each for path, message in found for each in _read_message(message, at=path)]
+    messages = [each for message in found for each in _read_message(message)]
     if not messages:
-        raise wrong("messages", body["messages"], "give at least one message with content")
-    tools = objects(body, "tools") if _allows_tools(body) else ()
+        raise body.wrong("messages", "give at least one message with content")
+    allows_tools = body.inner("tool_choice").body.get("type") != "none"
     return ChatRequest(
-        messages=(*_read_system(body), *messages),
-        tools=tuple(_read_tool(tool, at=path) for path, tool in tools),
-        agent=required(body, "model", str),
-        max_tokens=positive(body, "max_tokens"),
-        stop=texts(body, "stop_sequences"),
+        messages=(*_read_system(call.body.get("system")), *messages),
+        tools=tuple(map(_read_tool, body.objects("tools"))) if allows_tools else (),
+        agent=body.required("model", str),
+        max_tokens=body.positive("max_tokens"),
+        stop=body.texts("stop_sequences"),
         is_retry=call.is_retry,
         idempotency_key=call.idempotency_key,
     )
 
 
-def _allows_tools(body: Body) -> bool:
-    return (optional(body, "tool_choice", OBJECT) or {}).get("type") != "none"
-
-
-def _read_system(body: Body) -> Iterator[Message]:
-    system: Any = body.get("system")
+def _read_system(system: Any) -> Iterator[Message]:
     if isinstance(system, list):
         blocks = cast(list[Any], system)
         system = [b for b in blocks if not (isinstance(b, dict) and f"{cast(Body, b).get('text')}".startswith(BILLING))]
     if system:
-        yield Message(role="system", content=text_of(system, at="system", kinds=("text",), separator="\n"))
+        yield Message(role="system", content=Fields({"system": system}).content("system"))
 
 
-def _read_message(message: Body, *, at: str) -> Iterator[Message]:
-    role = required(message, "role", str, at=f"{at}.")
-    content = message.get("content")
-    blocks: Sequence[tuple[str, Body]] = [(f"{at}.content", {"type": "text", "text": content})]
+def _read_message(message: Fields) -> Iterator[Message]:
+    role, content = message.required("role", str), message.body.get("content")
+    blocks: Sequence[Fields] = [Fields({"type": "text", "text": content}, message.path("content"))]
     if not isinstance(content, str):
-        required(message, "content", LIST, at=f"{at}.")
-        blocks = objects(message, "content", at=f"{at}.")
+        message.required("content", LIST)
+        blocks = message.objects("content")
     match role:
         case "assistant":
             yield _read_assistant(blocks)
         case "user":
             yield from _read_user(blocks)
         case "system":
-            yield Message(role="system", content="\n".join(_read_text(block, at=path) for path, block in blocks))
+            yield Message(role="system", content="\n".join(map(_read_text, blocks)))
         case _:
-            raise wrong(f"{at}.role", role, "the roles are user, assistant and system")
+            raise message.wrong("role", "the roles are user, assistant and system")
 
 
-def _read_assistant(blocks: Sequence[tuple[str, Body]]) -> Message:
+def _read_assistant(blocks: Sequence[Fields]) -> Message:
     content, reasoning, calls = "", "", list[ToolUse]()
-    for path, block in blocks:
-        match block.get("type"):
+    for block in blocks:
+        match block.body.get("type"):
             case "thinking":
-                reasoning += required(block, "thinking", str, at=f"{path}.")
+                reasoning += block.required("thinking", str)
             case "tool_use":
-                calls.append(
-                    ToolUse(
-                        id=required(block, "id", str, at=f"{path}."),
-                        name=required(block, "name", str, at=f"{path}."),
-                        arguments=arguments_text(required(block, "input", OBJECT, at=f"{path}.")),
-                    )
-                )
+                name, arguments = block.required("name", str), arguments_text(block.required("input", OBJECT))
+                calls.append(ToolUse(id=block.required("id", str), name=name, arguments=arguments))
             case _:
-                content += _read_text(block, at=path)
+                content += _read_text(block)
     return Message(role="assistant", content=content, reasoning=reasoning or None, tool_calls=tuple(calls))
 
 
-def _read_user(blocks: Sequence[tuple[str, Body]]) -> Iterator[Message]:
+def _read_user(blocks: Sequence[Fields]) -> Iterator[Message]:
     found = list[str]()
-    for path, block in blocks:
-        if block.get("type") == "tool_result":
-            if found:
-                yield Message(role="user", content="\n".join(found))
-                found = []
-            reply = block.get("content") or ""
-            yield Message(
-                role="tool",
-                content=text_of(reply, at=f"{path}.content", kinds=("text",), separator="\n"),
-                tool_call_id=required(block, "tool_use_id", str, at=f"{path}."),
-            )
-        else:
-            found.append(_read_text(block, at=path))
+    for block in blocks:
+        if block.body.get("type") != "tool_result":
+            found.append(_read_text(block))
+            continue
+        if found:
+            yield Message(role="user", content="\n".join(found))
+            found = []
+        reply = block.content("content") if block.body.get("content") else ""
+        yield Message(role="tool", content=reply, tool_call_id=block.required("tool_use_id", str))
     if found:
         yield Message(role="user", content="\n".join(found))
 
 
-def _read_text(block: Body, *, at: str) -> str:
-    if block.get("type") != "text":
-        way_out = "send text; thinking and tool_use of the assistant, tool_result of the user"
-        raise wrong(f"{at}.type", block.get("type"), way_out)
-    return required(block, "text", str, at=f"{at}.")
+def _read_text(block: Fields) -> str:
+    if block.body.get("type") != "text":
+        raise block.wrong("type", "send text; thinking and tool_use of the assistant, tool_result of the user")
+    return block.required("text", str)
 
 
-def _read_tool(tool: Body, *, at: str) -> Mapping[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise wrong(f"{at}.type", tool["type"], "only tools with an input_schema are supported")
-    return function_tool(tool, schema="input_schema", at=f"{at}.")
+def _read_tool(tool: Fields) -> Body:
+    if tool.body.get("type") not in (None, "custom"):
+        raise tool.wrong("type", "only tools with an input_schema are supported")
+    return tool.function_tool(schema="input_schema")
 
 
 def write(answer: ChatAnswer, call: Call) -> dict[str, Any]:
@@ -178,19 +146,19 @@ def write(answer: ChatAnswer, call: Call) -> dict[str, Any]:
     return _message(answer, call, content=_blocks(answer), **_end(answer))
 
 
-def events(answer: ChatAnswer, call: Call) -> Iterator[str]:
+def events(answer: ChatAnswer, call: Call) -> Iterator[dict[str, Any]]:
     """Answer -> events: start, each block with one delta, the end with usage."""
     start = _message(answer, call, content=[], stop_reason=None, stop_sequence=None)
     start["usage"]["output_tokens"] = 0
-    yield _event({"type": "message_start", "message": start})
+    yield {"type": "message_start", "message": start}
     for index, block in enumerate(_blocks(answer)):
         empty, deltas = _deltas(block)
-        yield _event({"type": "content_block_start", "index": index, "content_block": empty})
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
         for delta in deltas:
-            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
-        yield _event({"type": "content_block_stop", "index": index})
-    yield _event({"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)})
-    yield _event({"type": "message_stop"})
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    yield {"type": "message_delta", "delta": _end(answer), "usage": _usage(answer)}
+    yield {"type": "message_stop"}
 
 
 def error(error: EndpointError) -> dict[str, Any]:
@@ -200,15 +168,6 @@ def error(error: EndpointError) -> dict[str, Any]:
     if isinstance(error, ContextFull):
         text = f"prompt is too long: {error.prompt_tokens} tokens > {error.max_tokens} maximum"
     return {"type": "error", "error": {"type": kind, "message": text}}
-
-
-def error_event(found: EndpointError) -> str:
-    """Error -> last event of a stream."""
-    return _event(error(found))
-
-
-def _event(data: Mapping[str, Any]) -> str:
-    return sse(data, event=data["type"])
 
 
 def _message(answer: ChatAnswer, call: Call, **fields: Any) -> dict[str, Any]:
@@ -256,11 +215,4 @@ def _deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
             return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
 
 
-FORMAT = WireFormat(
-    read=read,
-    write=write,
-    events=events,
-    error=error,
-    error_event=error_event,
-    keep_alive=_event({"type": "ping"}),
-)
+FORMAT = WireFormat(read=read, write=write, events=events, error=error, keep_alive=sse({"type": "ping"}))

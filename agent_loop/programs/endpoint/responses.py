@@ -10,30 +10,15 @@ other are one assistant message, in the order reasoning, text, calls. Example:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest
+from agent_loop.programs.conversation import ChatAnswer, ChatRequest, EndpointError, RequestError
 from agent_loop.programs.endpoint import chat_completions
-from agent_loop.programs.endpoint.body import (
-    LIST,
-    OBJECT,
-    Body,
-    function_tool,
-    objects,
-    optional,
-    positive,
-    refuse,
-    required,
-    text_of,
-    wrong,
-)
-from agent_loop.programs.endpoint.chat_completions import allows_tools, refuse_structured
-from agent_loop.programs.endpoint.errors import EndpointError, RequestError
-from agent_loop.programs.endpoint.wire import Call, WireFormat, sse
+from agent_loop.programs.endpoint.body import LIST, Body, Call, Fields, WireFormat
 
 NOT_STORED = "leave it out and send the whole conversation in `input`: nothing is stored"
 LOGPROBS = "message.output_text.logprobs"
@@ -51,38 +36,34 @@ ITEMS = "the items are message, reasoning, function_call and function_call_outpu
 
 
 def read(call: Call) -> ChatRequest:
-    """Body -> request.
-
-    Raises:
-        RequestError: the body is wrong or asks for something else than one text answer.
-    """
-    body = call.body
-    refuse(body, REFUSED)
-    refuse_structured(optional(optional(body, "text", OBJECT) or {}, "format", OBJECT) or {}, at="text.format")
-    if LOGPROBS in (optional(body, "include", LIST) or []):
-        raise wrong("include", body["include"], "use /v1/chat/completions for logprobs")
-    instructions = optional(body, "instructions", str)
+    """Body -> request. RequestError: the body is wrong or asks for something else than one text answer."""
+    body = Fields(call.body)
+    body.refuse(REFUSED)
+    body.inner("text").refuse_structured("format")
+    if LOGPROBS in (body.optional("include", LIST) or []):
+        raise body.wrong("include", "use /v1/chat/completions for logprobs")
+    instructions = body.optional("instructions", str)
     messages = [Message(role="system", content=instructions)] if instructions else []
-    if isinstance(body.get("input"), str):
-        messages.append(Message(role="user", content=body["input"]))
+    if isinstance(text := call.body.get("input"), str):
+        messages.append(Message(role="user", content=text))
     else:
-        messages += _read_items(objects(body, "input"))
+        messages += _read_items(body.objects("input"))
     if not messages:
         raise RequestError("input is missing or empty; give a text or a list of items", field="input")
+    allows_tools = chat_completions.allows_tools(call.body)
     return ChatRequest(
         messages=tuple(messages),
-        tools=tuple(_read_tool(tool, at=path) for path, tool in objects(body, "tools")) if allows_tools(body) else (),
-        agent=required(body, "model", str),
-        max_tokens=positive(body, "max_output_tokens"),
+        tools=tuple(map(_read_tool, body.objects("tools"))) if allows_tools else (),
+        agent=body.required("model", str),
+        max_tokens=body.positive("max_output_tokens"),
         is_retry=call.is_retry,
         idempotency_key=call.idempotency_key,
     )
 
 
-def _read_items(items: Any) -> list[Message]:
+def _read_items(items: Sequence[Fields]) -> list[Message]:
     messages = list[Message]()
-    for path, item in items:
-        message = _read_item(item, at=path)
+    for message in map(_read_item, items):
         if messages and (joined := _join(messages[-1], message)):
             messages[-1] = joined
         else:
@@ -90,43 +71,36 @@ def _read_items(items: Any) -> list[Message]:
     return messages
 
 
-def _read_item(item: Body, *, at: str) -> Message:
+def _read_item(item: Fields) -> Message:
     """An item as a separate message."""
-    match item.get("type", "message"):
+    match item.body.get("type", "message"):
         case "message":
-            return _read_message(item, at=at)
+            return _read_message(item)
         case "reasoning":
-            parts = objects(item, "content", at=f"{at}.") or objects(item, "summary", at=f"{at}.")
-            reasoning = "".join(required(part, "text", str, at=f"{path}.") for path, part in parts)
+            parts = item.objects("content") or item.objects("summary")
+            reasoning = "".join(part.required("text", str) for part in parts)
             return Message(role="assistant", content="", reasoning=reasoning or None)
         case "function_call":
-            use = ToolUse(
-                id=required(item, "call_id", str, at=f"{at}."),
-                name=required(item, "name", str, at=f"{at}."),
-                arguments=required(item, "arguments", str, at=f"{at}."),
-            )
+            name, arguments = item.required("name", str), item.required("arguments", str)
+            use = ToolUse(id=item.required("call_id", str), name=name, arguments=arguments)
             return Message(role="assistant", content="", tool_calls=(use,))
         case "function_call_output":
-            return Message(
-                role="tool",
-                content=text_of(item.get("output"), at=f"{at}.output", kinds=TEXTS, separator="\n"),
-                tool_call_id=required(item, "call_id", str, at=f"{at}."),
-            )
-        case kind:
-            raise wrong(f"{at}.type", kind, ITEMS)
+            output = item.content("output", kinds=TEXTS)
+            return Message(role="tool", content=output, tool_call_id=item.required("call_id", str))
+        case _:
+            raise item.wrong("type", ITEMS)
 
 
-def _read_message(item: Body, *, at: str) -> Message:
-    role = required(item, "role", str, at=f"{at}.")
-    separator = "" if role == "assistant" else "\n"
-    content = text_of(item.get("content"), at=f"{at}.content", kinds=TEXTS, separator=separator)
+def _read_message(item: Fields) -> Message:
+    role = item.required("role", str)
+    content = item.content("content", kinds=TEXTS, separator="" if role == "assistant" else "\n")
     match role:
         case "system" | "developer":
             return Message(role="system", content=content)
         case "user" | "assistant":
             return Message(role=role, content=content)
         case _:
-            raise wrong(f"{at}.role", role, "the roles are system, developer, user and assistant")
+            raise item.wrong("role", "the roles are system, developer, user and assistant")
 
 
 def _join(before: Message, item: Message) -> Message | None:
@@ -140,10 +114,10 @@ def _join(before: Message, item: Message) -> Message | None:
     return replace(before, content=item.content)
 
 
-def _read_tool(tool: Body, *, at: str) -> Mapping[str, Any]:
-    if tool.get("type") != "function":
-        raise wrong(f"{at}.type", tool.get("type"), "only function is supported; give the agent its own tool")
-    return function_tool(tool, schema="parameters", at=f"{at}.")
+def _read_tool(tool: Fields) -> Body:
+    if tool.body.get("type") != "function":
+        raise tool.wrong("type", "only function is supported; give the agent its own tool")
+    return tool.function_tool()
 
 
 def write(answer: ChatAnswer, call: Call) -> dict[str, Any]:
@@ -151,42 +125,42 @@ def write(answer: ChatAnswer, call: Call) -> dict[str, Any]:
     return _response(call, status=_status(answer), output=_output(answer, call), answer=answer)
 
 
-def events(answer: ChatAnswer, call: Call) -> Iterator[str]:
+def events(answer: ChatAnswer, call: Call) -> Iterator[dict[str, Any]]:
     """Answer -> events in the order of OpenAI's API, numbered from 0."""
     numbers = count()
 
-    def event(kind: str, **fields: Any) -> str:
-        return sse({"type": kind, "sequence_number": next(numbers), **fields}, event=kind)
+    def event(kind: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "sequence_number": next(numbers), **fields}
 
     started = _response(call, status="in_progress", output=[], answer=None)
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
+    yield event("created", response=started)
+    yield event("in_progress", response=started)
     output = _output(answer, call)
     for index, item in enumerate(output):
         place = {"item_id": item["id"], "output_index": index}
         empty: Body = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
+        yield event("output_item.added", output_index=index, item={**item, "status": "in_progress", **empty})
         if item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **place, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+            yield event("function_call_arguments.delta", **place, delta=item["arguments"])
+            yield event("function_call_arguments.done", **place, arguments=item["arguments"])
         else:
             part, kind = item["content"][0], item["content"][0]["type"]
             logprobs: Body = {"logprobs": []} if kind == "output_text" else {}
             place["content_index"] = 0
-            yield event("response.content_part.added", **place, part={**part, "text": ""})
-            yield event(f"response.{kind}.delta", **place, delta=part["text"], **logprobs)
-            yield event(f"response.{kind}.done", **place, text=part["text"], **logprobs)
-            yield event("response.content_part.done", **place, part=part)
-        yield event("response.output_item.done", output_index=index, item=item)
+            yield event("content_part.added", **place, part={**part, "text": ""})
+            yield event(f"{kind}.delta", **place, delta=part["text"], **logprobs)
+            yield event(f"{kind}.done", **place, text=part["text"], **logprobs)
+            yield event("content_part.done", **place, part=part)
+        yield event("output_item.done", output_index=index, item=item)
     status = _status(answer)
-    yield event(f"response.{status}", response=_response(call, status=status, output=output, answer=answer))
+    yield event(status, response=_response(call, status=status, output=output, answer=answer))
 
 
-def error_event(found: EndpointError) -> str:
+def late_error(found: EndpointError) -> dict[str, Any]:
     """Error -> last event of a stream. SDKs raise if the event has an `error`; the documented fields are next to it."""
     shape = chat_completions.error(found)["error"]
-    fields = {"code": shape["code"], "message": shape["message"], "param": shape["param"]}
-    return sse({"type": "error", "sequence_number": 0, **fields, "error": shape}, event="error")
+    fields = {name: shape[name] for name in ("code", "message", "param")}
+    return {"type": "error", "sequence_number": 0, **fields, "error": shape}
 
 
 def _status(answer: ChatAnswer) -> str:
@@ -246,4 +220,4 @@ def _response(call: Call, *, status: str, output: list[dict[str, Any]], answer: 
     }
 
 
-FORMAT = WireFormat(read=read, write=write, events=events, error=chat_completions.error, error_event=error_event)
+FORMAT = WireFormat(read=read, write=write, events=events, error=chat_completions.error, late_error=late_error)

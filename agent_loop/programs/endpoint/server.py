@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import math
@@ -41,32 +42,34 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, TokenAnswer, TokenRequest, openai_message
+from agent_loop.programs.conversation import ChatAnswer, EndpointError, RequestError, SessionFailed, openai_message
 from agent_loop.programs.endpoint import chat_completions, messages, responses, tokens
-from agent_loop.programs.endpoint.body import Body, decode_body, optional, shown, wrong
+from agent_loop.programs.endpoint.body import Body, Call, Fields, WireFormat, decode_body, shown
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.connection import Connection
-from agent_loop.programs.endpoint.errors import EndpointError, RequestError, SessionFailed
-from agent_loop.programs.endpoint.sessions import SessionHandle, SessionHost, same_key
-from agent_loop.programs.endpoint.wire import Call, WireFormat
+from agent_loop.programs.endpoint.host import Sessions, key_digest
+from agent_loop.programs.session import AgentSession
 
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes
 LINGER_S = 1.0  # for the next part of a body that is too large
 MAX_REST = 2**30  # bytes that are read from its rest
 MAX_REWARD = 1e30
-CLOSING = (400, 408, 413, 431, 500)  # after these, a rest of the request may follow
-INTERNAL = "internal error of the endpoint; its log has the cause"
+HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"www-authenticate": "Bearer"},
+    409: {"x-should-retry": "false"},  # the SDKs would repeat the call
+    **{status: {"connection": "close"} for status in (400, 408, 413, 431, 500)},  # a rest of the request may follow
+}
+EVENTS, NO_CACHE = "text/event-stream", {"cache-control": "no-cache"}
 
 T = TypeVar("T")
 Asked = TypeVar("Asked")
-Answered = TypeVar("Answered")
 ErrorShape = Callable[[EndpointError], dict[str, Any]]
 logger = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def serve(host: SessionHost, *, run_key: str, config: EndpointConfig) -> AsyncGenerator[str]:
+async def serve(host: Sessions, *, run_key: str, config: EndpointConfig) -> AsyncGenerator[str]:
     """Serve the sessions of a host until the context ends; yields the base URL.
 
     At the end no connection is accepted, answers in progress are cancelled, and their clients get an error.
@@ -141,9 +144,9 @@ async def _close(state: ServerState) -> None:
 class _Endpoint:
     """Routes, and the answers that are being sampled."""
 
-    def __init__(self, host: SessionHost, *, run_key: str, config: EndpointConfig, base_url: str) -> None:
+    def __init__(self, host: Sessions, *, run_key: str, config: EndpointConfig, base_url: str) -> None:
         self._host = host
-        self._run_key = run_key
+        self._run_digest = key_digest(run_key)
         self._config = config
         self._base_url = base_url
         self._answers: set[asyncio.Task[Any]] = set()
@@ -151,12 +154,16 @@ class _Endpoint:
 
     def app(self) -> Starlette:
         """The ASGI application."""
-        openai = (("chat/completions", chat_completions.FORMAT), ("responses", responses.FORMAT))
+        chats = {"/v1/messages": messages.FORMAT}
+        for at in ("", "/v1"):
+            chats |= {f"{at}/chat/completions": chat_completions.FORMAT, f"{at}/responses": responses.FORMAT}
         routes = [
-            *(self._model_route(f"{at}/{name}", form, _answer) for at in ("", "/v1") for name, form in openai),
+            *(
+                self._model_route(path, form, lambda session, asked: session.answer(asked))
+                for path, form in chats.items()
+            ),
             *(self._route(f"{at}/models", _models, self._session_of, method="GET") for at in ("", "/v1")),
-            self._model_route("/v1/messages", messages.FORMAT, _answer),
-            self._model_route("/inference/v1/generate", tokens.FORMAT, _generate),
+            self._model_route("/inference/v1/generate", tokens.FORMAT, lambda session, asked: session.generate(asked)),
             self._route("/v1/messages/count_tokens", _count_tokens, self._session_of, shape=messages.error),
             self._route("/sessions", self._open, self._host_of),
             self._route("/sessions/{id}", _state, self._session_of, method="GET"),
@@ -184,13 +191,7 @@ class _Endpoint:
         method: str = "POST",
         shape: ErrorShape = chat_completions.error,
     ) -> Route:
-        """A route.
-
-        Args:
-            act: makes the response from the owner of the key, the body and the headers.
-            authorise: finds the owner of the key.
-            shape: form of the errors.
-        """
+        """A route: `act` responds to the owner of the key, the body and the headers; `shape` is that of the errors."""
 
         async def respond(request: Request) -> Response:
             try:
@@ -211,16 +212,13 @@ class _Endpoint:
         return Route(path, respond, methods=[method])
 
     def _model_route(
-        self,
-        path: str,
-        form: WireFormat[Asked, Answered],
-        ask: Callable[[SessionHandle, Asked], Coroutine[Any, Any, Answered]],
+        self, path: str, form: WireFormat[Asked], ask: Callable[[AgentSession, Asked], Coroutine[Any, Any, ChatAnswer]]
     ) -> Route:
         """A route of model calls in a wire format."""
 
-        async def act(session: SessionHandle, data: bytes, headers: Headers) -> Response:
-            call = _call(decode_body(data), headers)
-            stream = optional(call.body, "stream", bool)
+        async def act(session: AgentSession, data: bytes, headers: Headers) -> Response:
+            call = _call(data, headers)
+            stream = Fields(call.body).optional("stream", bool)
             if self._closing:
                 raise SessionFailed("the endpoint closes; try again later")
             task = asyncio.create_task(ask(session, _read(form.read, call)))
@@ -231,15 +229,14 @@ class _Endpoint:
             if not stream:
                 return _json(form.write(_result(task), call))
             if task.done():
-                return _stream("".join(form.events(_result(task), call)))
-            return _stream(self._waiting(task, form, call))
+                return Response(form.stream(_result(task), call), headers=NO_CACHE, media_type=EVENTS)
+            return StreamingResponse(self._waiting(task, form, call), headers=NO_CACHE, media_type=EVENTS)
 
         return self._route(path, act, self._session_of, shape=form.error)
 
     async def _unknown(self, request: Request, error: Exception) -> Response:
         """The response of a path or method that has no route."""
         shape = messages.error if request.scope["path"].startswith("/v1/messages") else chat_completions.error
-        status = HTTPStatus(cast(HTTPException, error).status_code)
         text = f"{request.method} {shown(request.scope['path'])} is not served; the paths are those of the API formats"
         try:
             await self._receive(request, keep=False)
@@ -247,20 +244,13 @@ class _Endpoint:
             return Response()
         except EndpointError as refused:
             return _failure(refused, shape)
-        code = "not_found" if status == HTTPStatus.NOT_FOUND else None
-        return _failure(EndpointError(text, status=status, code=code), shape)
+        return _failure(_refused(cast(HTTPException, error).status_code, text), shape)
 
     async def _receive(self, request: Request, *, keep: bool = True) -> bytes:
-        """Body of a request.
+        """Body of a request; without `keep` it is read and not wanted.
 
         A client reads no response before it has sent its body, so that a larger one is read too, up to twice the bound
         here, and the rest after the response.
-
-        Args:
-            keep: whether the body is wanted; it is read in any case.
-
-        Raises:
-            EndpointError: it is too large or too slow.
         """
         limit, data, size = self._config.max_body_bytes, bytearray(), 0
         try:
@@ -273,34 +263,34 @@ class _Endpoint:
                         data += chunk
         except TimeoutError:
             text = f"the body was not complete in {self._config.body_timeout_s:g} s; send it faster"
-            raise EndpointError(text, status=HTTPStatus.REQUEST_TIMEOUT, code="request_timeout") from None
+            raise _refused(408, text) from None
         if size > limit:
             text = f"the body has more than {limit} bytes; send less, or raise endpoint.max_body_bytes"
-            raise EndpointError(text, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, code="request_too_large")
+            raise _refused(413, text)
         return bytes(data)
 
-    def _session_of(self, request: Request) -> SessionHandle:
+    def _session_of(self, request: Request) -> AgentSession:
         """The session of a request's key; if its path names a session, it has to be that one."""
         key = _key_of(request.headers)
         session = self._host.session_of(key)
-        if session is None and same_key(key, self._run_key):
-            raise _forbidden("this is the key of the run; use the api_key of a session, from POST /sessions")
+        if session is None and hmac.compare_digest(key_digest(key), self._run_digest):
+            raise _refused(403, "this is the key of the run; use the api_key of a session, from POST /sessions")
         if session is None:
-            raise _unauthorised("the key is not valid; use the api_key of a session, from POST /sessions")
-        if request.path_params.get("id", session.id) != session.id:
-            raise _forbidden("the key belongs to another session; use the api_key that came with this session")
+            raise _refused(401, "the key is not valid; use the api_key of a session, from POST /sessions")
+        if request.path_params.get("id", session.name) != session.name:
+            raise _refused(403, "the key belongs to another session; use the api_key that came with this session")
         return session
 
-    def _host_of(self, request: Request) -> SessionHost:
+    def _host_of(self, request: Request) -> Sessions:
         """The host, for the key of the run."""
         key = _key_of(request.headers)
-        if same_key(key, self._run_key):
+        if hmac.compare_digest(key_digest(key), self._run_digest):
             return self._host
         if self._host.session_of(key) is not None:
-            raise _forbidden("a session cannot open another one; use the key of the run")
-        raise _unauthorised("the key is not valid; use the key of the run")
+            raise _refused(403, "a session cannot open another one; use the key of the run")
+        raise _refused(401, "the key is not valid; use the key of the run")
 
-    async def _open(self, host: SessionHost, data: bytes, headers: Headers) -> Response:
+    async def _open(self, host: Sessions, data: bytes, headers: Headers) -> Response:
         opened = host.open()
         prompt = {
             "messages": [openai_message(message) for message in opened.prompt.messages],
@@ -309,48 +299,38 @@ class _Endpoint:
         found = {"id": opened.id, "base_url": self._base_url, "api_key": opened.api_key, "prompt": prompt}
         return _json(found, status=HTTPStatus.CREATED)
 
-    async def _waiting(
-        self, task: asyncio.Task[Answered], form: WireFormat[Any, Answered], call: Call
-    ) -> AsyncIterator[str]:
+    async def _waiting(self, task: asyncio.Task[ChatAnswer], form: WireFormat[Any], call: Call) -> AsyncIterator[str]:
         """Keeps a stream alive until its answer is there, then sends it."""
         while not task.done():
             yield form.keep_alive
             await asyncio.wait([task], timeout=self._config.keep_alive_s)
         try:
-            events = "".join(form.events(_result(task), call))
+            events = form.stream(_result(task), call)
         except Exception as error:  # noqa: BLE001 - as in a response that has not started
             events = form.error_event(_known(error))
         yield events
 
 
-async def _answer(session: SessionHandle, request: ChatRequest) -> ChatAnswer:
-    return await session.answer(request)
-
-
-async def _generate(session: SessionHandle, request: TokenRequest) -> TokenAnswer:
-    return await session.generate(request)
-
-
-async def _models(session: SessionHandle, data: bytes, headers: Headers) -> Response:
+async def _models(session: AgentSession, data: bytes, headers: Headers) -> Response:
     model = {"object": "model", "created": 0, "owned_by": "async_rl"}
     return _json({"object": "list", "data": [{"id": name, **model} for name in session.agents]})
 
 
-async def _count_tokens(session: SessionHandle, data: bytes, headers: Headers) -> Response:
-    request = _read(messages.read_prompt, _call(decode_body(data), headers))
+async def _count_tokens(session: AgentSession, data: bytes, headers: Headers) -> Response:
+    request = _read(messages.read_prompt, _call(data, headers))
     return _json({"input_tokens": session.count_tokens(request)})
 
 
-async def _state(session: SessionHandle, data: bytes, headers: Headers) -> Response:
-    return _json({"id": session.id, "status": session.status, "agents": list(session.agents)})
+async def _state(session: AgentSession, data: bytes, headers: Headers) -> Response:
+    return _json({"id": session.name, "status": session.status, "agents": list(session.agents)})
 
 
-async def _reward(session: SessionHandle, data: bytes, headers: Headers) -> Response:
+async def _reward(session: AgentSession, data: bytes, headers: Headers) -> Response:
     session.reward(read_reward(decode_body(data)))
     return await _state(session, data, headers)
 
 
-async def _end(session: SessionHandle, data: bytes, headers: Headers) -> Response:
+async def _end(session: AgentSession, data: bytes, headers: Headers) -> Response:
     session.end()
     return await _state(session, data, headers)
 
@@ -365,60 +345,47 @@ def read_reward(body: Body) -> float | dict[str, float]:
     if not isinstance(reward, dict):
         return _number(reward, field="reward")
     if not reward:
-        raise wrong("reward", {}, "name at least one agent")
+        raise Fields(body).wrong("reward", "name at least one agent")
     return {agent: _number(value, field=f"reward.{agent}") for agent, value in cast(Body, reward).items()}
 
 
 def _number(value: object, *, field: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_REWARD:
-        raise wrong(field, value, "give a finite number, or an object of them by agent")
+        raise Fields({field: value}).wrong(field, "give a finite number, or an object of them by agent")
     return float(value)
 
 
 def _check_head(request: Request, *, max_bytes: int) -> None:
-    """Refuse heads that are too large, or that another reader may understand in another way.
-
-    Raises:
-        EndpointError: it is large, the path has escapes, or the length of the body is given twice.
-    """
+    """Refuse heads that are too large, or that another reader may understand in another way."""
     if sum(len(name) + len(value) for name, value in request.headers.raw) > max_bytes:  # h11 bounds unfinished heads
-        text = f"the headers have more than {max_bytes} bytes; send less"
-        raise EndpointError(text, status=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, code="request_too_large")
+        raise _refused(431, f"the headers have more than {max_bytes} bytes; send less")
     if request.scope["raw_path"] != request.scope["path"].encode():
-        text = f"the path {shown(request.scope['raw_path'].decode('ascii'))} has escapes; write it without"
-        raise EndpointError(text, status=HTTPStatus.NOT_FOUND, code="not_found")
+        raise _refused(
+            404, f"the path {shown(request.scope['raw_path'].decode('ascii'))} has escapes; write it without"
+        )
     if "content-length" in request.headers and "transfer-encoding" in request.headers:
         raise RequestError("the request has both Content-Length and Transfer-Encoding; send one of them")
 
 
 def _key_of(headers: Headers) -> str:
-    """The key of a request.
-
-    Raises:
-        EndpointError: there is none, or more than one.
-    """
     keys = set(headers.getlist("x-api-key"))
     for value in headers.getlist("authorization"):
         scheme, _, key = value.partition(" ")
         keys.add(key.strip() if scheme.lower() == "bearer" else "")
     if len(keys) != 1 or "" in keys:
-        raise _unauthorised("the request needs one key; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
+        raise _refused(401, "the request needs one key; send `Authorization: Bearer KEY` or `x-api-key: KEY`")
     return keys.pop()
 
 
-def _unauthorised(message: str) -> EndpointError:
-    return EndpointError(message, status=HTTPStatus.UNAUTHORIZED, code="invalid_api_key")
+def _refused(status: int, text: str) -> EndpointError:
+    return EndpointError(text, status=HTTPStatus(status))
 
 
-def _forbidden(message: str) -> EndpointError:
-    return EndpointError(message, status=HTTPStatus.FORBIDDEN, code="permission_denied")
-
-
-def _call(body: Body, headers: Headers) -> Call:
+def _call(data: bytes, headers: Headers) -> Call:
     """A call; the SDKs of OpenAI and Anthropic count their retries in a header."""
     retries = headers.get("x-stainless-retry-count", "")
     return Call(
-        body=body,
+        body=decode_body(data),
         id=uuid.uuid4().hex,
         created=int(time.time()),
         is_retry=retries.isdecimal() and int(retries[:9]) > 0,
@@ -433,7 +400,7 @@ def _read(read: Callable[[Call], Asked], call: Call) -> Asked:
         raise RequestError("the body is nested too deep; send a flatter one") from None
 
 
-def _result(task: asyncio.Task[Answered]) -> Answered:
+def _result(task: asyncio.Task[ChatAnswer]) -> ChatAnswer:
     if task.cancelled():
         raise SessionFailed("the call was cancelled; try again later")
     return task.result()
@@ -444,22 +411,13 @@ def _known(error: Exception) -> EndpointError:
     if isinstance(error, EndpointError):
         return error
     logger.error("a request failed", exc_info=error)
-    return EndpointError(INTERNAL, status=HTTPStatus.INTERNAL_SERVER_ERROR, code="internal_error")
+    return EndpointError("internal error of the endpoint; its log has the cause")
 
 
 def _failure(error: EndpointError, shape: ErrorShape) -> Response:
-    headers = dict[str, str]()
+    headers = dict(HEADERS.get(error.status, {}))
     if error.retry_after_s is not None:
         headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
-    match error.status:
-        case HTTPStatus.UNAUTHORIZED:
-            headers["www-authenticate"] = "Bearer"
-        case HTTPStatus.CONFLICT:
-            headers["x-should-retry"] = "false"  # the SDKs would repeat the call
-        case status if status in CLOSING:
-            headers["connection"] = "close"
-        case _:
-            pass
     response = _json(shape(error), status=error.status, headers=headers)
     return _LingeringResponse(response) if error.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE else response
 
@@ -490,10 +448,3 @@ class _LingeringResponse(Response):
 
 def _json(data: Mapping[str, Any], *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(json.dumps(data, default=str), status_code=status, headers=headers, media_type="application/json")
-
-
-def _stream(events: str | AsyncIterator[str]) -> Response:
-    headers = {"cache-control": "no-cache"}
-    if isinstance(events, str):
-        return Response(events, headers=headers, media_type="text/event-stream")
-    return StreamingResponse(events, headers=headers, media_type="text/event-stream")

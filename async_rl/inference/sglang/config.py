@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -84,29 +84,24 @@ class SglangConfig(ServingConfig):
 
 
 def check_engine(
-    config: SglangConfig,
-    *,
-    checkpoint: Path,
-    capture_routing: bool,
-    force_routing: bool = False,
+    config: SglangConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
 ) -> ModelInfo:
-    """Refuse configurations that SGLang accepts but handles wrongly. Call it before any process starts.
-
-    Args:
-        capture_routing: whether the replica returns routing rows.
-        force_routing: whether requests carry forced experts.
-
-    Raises:
-        ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
-            and the way out.
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """Refuse what SGLang accepts but handles wrongly. For arguments and errors see `select.check_engine`."""
     info = read_model_info(checkpoint)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     problems = [
         *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
-        *_forcing_problems(info, checkpoint, capture_routing=capture_routing, force_routing=force_routing),
     ]
+    if force_routing and not capture_routing:
+        problems.append(
+            "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
+            "use trainer.router_replay=R3, or rollout.resume_routing=append"
+        )
+    if force_routing and info.family not in FORCED_FAMILIES:
+        problems.append(
+            f"rollout.resume_routing is 'force', but forced routing on SGLang is tested only for "
+            f"{', '.join(FORCED_FAMILIES)}, not for {info.family} ({checkpoint}); use append"
+        )
     if info.family == "qwen3_moe" and (dense := fields.get("mlp_only_layers")):
         problems.append(
             f"engine.name is 'sglang', but {checkpoint} has mlp_only_layers={dense}, which SGLang ignores in "
@@ -121,21 +116,6 @@ def check_engine(
     if problems:
         raise ValueError("\n".join(problems))
     return info
-
-
-def _forcing_problems(
-    info: ModelInfo, checkpoint: Path, *, capture_routing: bool, force_routing: bool
-) -> Iterator[str]:
-    if force_routing and not capture_routing:
-        yield (
-            "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "
-            "use trainer.router_replay=R3, or rollout.resume_routing=append"
-        )
-    if force_routing and info.family not in FORCED_FAMILIES:
-        yield (
-            f"rollout.resume_routing is 'force', but forced routing on SGLang is tested only for "
-            f"{', '.join(FORCED_FAMILIES)}, not for {info.family} ({checkpoint}); use append"
-        )
 
 
 def server_environment(config: SglangConfig, *, owner: int, folder: Path) -> dict[str, str]:
@@ -252,9 +232,7 @@ def _flags(args: Mapping[str, Any]) -> list[str]:
     """`--name value` for each argument. A True flag has no value; False and None are omitted."""
     flags: list[str] = []
     for name, value in args.items():
-        if value is False or value is None:
-            continue
-        flags.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            flags += [str(v) for v in value] if isinstance(value, list | tuple) else [str(value)]
+        if value is not False and value is not None:
+            values = [] if value is True else value if isinstance(value, list | tuple) else [value]
+            flags += [f"--{name.replace('_', '-')}", *map(str, values)]
     return flags

@@ -22,18 +22,13 @@ from typing import Any, TypeAlias
 import aiohttp
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.checkpoint_weights import Shapes, tensor_shapes, weight_files
+from async_rl.inference.backend import EngineBackend, LoadedWeights
+from async_rl.inference.checkpoint_weights import Shapes, served_shapes
 from async_rl.inference.checks import weight_label
+from async_rl.inference.gate import InflightRequest, KVPolicy, until_finished
 from async_rl.inference.loads import RankLoad
 from async_rl.inference.nodes import NodePlace
-from async_rl.inference.replica import (
-    UNKNOWN_LABEL,
-    EngineReplica,
-    InflightRequest,
-    KVPolicy,
-    LoadedWeights,
-    until_finished,
-)
+from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica
 from async_rl.inference.sglang.config import (
     FORCED_FAMILIES,
     SglangConfig,
@@ -42,9 +37,9 @@ from async_rl.inference.sglang.config import (
 from async_rl.inference.sglang.ids import PrefixFreeIds
 from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
-from async_rl.inference.sglang.update import check_update, first_load, reported_load, staged_load
-from async_rl.weights.model_info import ModelInfo, is_carried
-from async_rl.weights.transport import WeightUpdate, readable_by_ranks
+from async_rl.inference.sglang.update import first_load, reported_load, staged_load
+from async_rl.weights.model_info import ModelInfo
+from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import AnswerError, ContractError, EngineError
 from message_queue.tokens import TokenOutput, WeightVersion
 
@@ -52,19 +47,16 @@ __all__ = ["SglangBackend", "SglangConfig", "SglangReplica", "check_engine", "st
 
 ABORT_AGAIN_S = 0.05  # an abort misses requests that have not reached the server
 SUPPORT_REFUSED = "sampling support"  # in the server's error if too many tokens are kept
-STAGED_AGAIN_S = 0.05  # between two questions whether a version is staged
 DEATH_NOTICE_S = 2.0  # from a broken connection to the death of the server
 
 
-class SglangBackend:
-    """Calls to one SGLang server; see `async_rl.inference.replica.EngineBackend`.
+class SglangBackend(EngineBackend):
+    """Calls to one SGLang server; see `EngineBackend` for the other arguments.
 
     Args:
         server: running server.
-        name: name of the replica, for segments and error messages.
         info: facts of the served checkpoint.
         capture_routing: whether the server returns routing rows.
-        shapes: names and shapes of the tensors that every update must contain.
     """
 
     def __init__(
@@ -77,15 +69,11 @@ class SglangBackend:
         capture_routing: bool,
         shapes: Shapes,
     ) -> None:
+        super().__init__(name=name, shapes=shapes, timeout_s=config.load_timeout_s)
         self.server = server
         self._config = config
-        self._name = name
         self._info = info
         self._routing = info.routing if capture_routing else None
-        self._shapes = shapes
-        self._frozen = False  # whether SGLang's scheduler is paused
-        # The version that waits in the twins of the ranks' models.
-        self._staged: tuple[WeightVersion, list[RankLoad]] | None = None
         self._ids = PrefixFreeIds(name)
         self._closed = False
         self._abandoned: set[asyncio.Task[None]] = set()
@@ -132,7 +120,7 @@ class SglangBackend:
 
         async def abort() -> None:
             with contextlib.suppress(aiohttp.ClientError, CallError, TimeoutError):
-                async with asyncio.timeout(self._config.load_timeout_s):
+                async with asyncio.timeout(self._timeout_s):
                     await self.server.post("/abort_request", {"rid": request_id})
 
         if self._closed:
@@ -168,31 +156,28 @@ class SglangBackend:
         """Pause SGLang's scheduler. mode: "in_place" keeps the K/V of running requests, "retract" frees it."""
         await self.server.post("/pause_generation", {"mode": mode})
 
-    async def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
-        if self._staged is None or update.weights != self._staged[0]:
-            await asyncio.to_thread(check_update, update, self._shapes, timeout_s=self._config.load_timeout_s)
-
-    async def stage(self, update: WeightUpdate) -> list[RankLoad]:
-        await asyncio.to_thread(check_update, update, self._shapes, timeout_s=self._config.load_timeout_s)
-        await self._plugin(f"stage {readable_by_ranks(update, timeout_s=self._config.load_timeout_s)}")
-        while (ranks := staged_load(await self._plugin("staged"))) is None:  # noqa: ASYNC110 - the server has no event for it
-            await asyncio.sleep(STAGED_AGAIN_S)
-        self._staged = update.weights, ranks
-        return ranks
-
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> list[RankLoad]:
+    async def load(
+        self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]
+    ) -> Sequence[RankLoad]:
         if kv == "recompute":  # before the load: a failed flush must leave the weights
             if self._frozen:
                 await self.pause_engine("retract")
-            patience = 0 if self._frozen else self._config.load_timeout_s  # SGLang answers before it is idle
+            patience = 0 if self._frozen else self._timeout_s  # SGLang answers before it is idle
             await self.server.post(f"/flush_cache?timeout={patience}", {})
-        staged, self._staged = self._staged, None
-        if staged is not None and update.weights == staged[0]:
-            await self._plugin("commit")
-            return staged[1]
-        version = readable_by_ranks(update, timeout_s=self._config.load_timeout_s)
+        return await super().load(update, kv=kv, requests=requests)
+
+    async def load_version(self, version: str) -> list[RankLoad]:
         body = {"model_path": version, "flush_cache": False}
         return reported_load(await self.server.post("/update_weights_from_disk", body))
+
+    async def start_staging(self, version: str) -> None:
+        await self._plugin(f"stage {version}")
+
+    async def staged(self) -> list[RankLoad] | None:
+        return staged_load(await self._plugin("staged"))
+
+    async def commit_staged(self) -> None:
+        await self._plugin("commit")
 
     async def _plugin(self, action: str) -> Any:
         """Answer of the plugin to an action; see `plugin/async_rl_sglang/loading.py`."""
@@ -235,11 +220,7 @@ async def start_sglang(
 ) -> SglangReplica:
     """Start a server on a Hugging Face checkpoint folder; it serves version 0 with the digest of the loaded tensors.
 
-    Args:
-        name: name of the replica.
-        checkpoint: Hugging Face checkpoint folder.
-        capture_routing: whether the replica returns routing rows.
-        place: of this node, the first of several; None if the replica has one.
+    For the arguments see `async_rl.inference.select.start_replica`.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
@@ -247,11 +228,7 @@ async def start_sglang(
             `engine.start_timeout_s`.
     """
     info = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
-    shapes = {
-        name: shape
-        for name, shape in tensor_shapes(weight_files(checkpoint)).items()
-        if not is_carried(name, num_layers=info.num_layers)
-    }
+    shapes = served_shapes(checkpoint, info)
     try:
         async with asyncio.timeout(config.start_timeout_s), contextlib.AsyncExitStack() as stack:
             server = await SglangServer.start(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -18,7 +17,7 @@ class PrefixFreeIds:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._sorted: list[str] = []
+        self._ids: set[str] = set()
 
     @contextmanager
     def reserve(self, request_id: str) -> Generator[None]:
@@ -27,15 +26,14 @@ class PrefixFreeIds:
         Raises:
             EngineError: `request_id` is a prefix of an id in flight, or the reverse.
         """
-        at = bisect.bisect_left(self._sorted, request_id)
-        for other in self._sorted[max(at - 1, 0) : at + 1]:  # the set is prefix-free, so neighbours suffice
+        for other in self._ids:
             if request_id.startswith(other) or other.startswith(request_id):
                 raise EngineError(
                     f"{self._name}: request ids {request_id!r} and {other!r} are both in flight, and one is a prefix "
                     "of the other; SGLang aborts by prefix, so end ids with a character that they do not contain"
                 )
-        self._sorted.insert(at, request_id)
+        self._ids.add(request_id)
         try:
             yield
         finally:
-            del self._sorted[bisect.bisect_left(self._sorted, request_id)]
+            self._ids.remove(request_id)

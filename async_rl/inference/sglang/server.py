@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,87 +36,53 @@ class CallError(Exception):
 
 
 class SglangServer:
-    """One running server and the HTTP calls to it. `start` creates it; it belongs to one event loop."""
+    """One running server and the HTTP calls to it. `start` creates it; it belongs to one event loop.
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], *, port: int, folder: Path, session: aiohttp.ClientSession
-    ) -> None:
-        self._process = process
-        self._port = port
-        self._folder = folder
-        self._session = session
-        self._pidfd: int | None = os.pidfd_open(process.pid)
-        self._dead = asyncio.Event()
-        self._on_death: Callable[[str], None] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._pidfd, self._died)
+    Attributes:
+        folder: for temporary files; removed when the server has ended.
+        report: the plugin's report on the first load and on its hooks; see `async_rl.inference.sglang.update`.
+    """
+
+    def __init__(self, process: NodeProcess, *, port: int, folder: Path) -> None:
+        self.folder = folder
         self.report: dict[str, Any] = {}
-        """The plugin's report on the first load and on its hooks; see `async_rl.inference.sglang.update.first_load`."""
+        self._process = process
+        self._url = f"http://{LOOPBACK}:{port}"
+        # No limits on connections or time, as callers bound each call. Idle connections end before the server ends them
+        # (SGLANG_TIMEOUT_KEEP_ALIVE).
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+            timeout=aiohttp.ClientTimeout(total=None),
+            trust_env=False,
+        )
+        self.watch = process.watch
+        self.until_dead = process.until_dead
 
     @classmethod
-    async def start(
-        cls,
-        config: SglangConfig,
-        checkpoint: Path,
-        *,
-        name: str,
-        label: str,
-        capture_routing: bool,
-        place: NodePlace | None = None,
-    ) -> SglangServer:
+    async def start(cls, config: SglangConfig, checkpoint: Path, *, name: str, **arguments: Any) -> SglangServer:
         """Start a server and return when it answers. The caller bounds the time.
 
         Args:
             name: name of the replica.
-            label: version label of the first weights in the server's answers.
-            capture_routing: whether the server returns routing rows.
-            place: of this node, the first of several; None if the replica has one.
+            **arguments: further ones of `server_arguments`.
 
         Raises:
             EngineError: SGLang is not installed or has the wrong version, or the server ended during the start.
         """
-        python = interpreter(config)
-        await check_version(python)
-        folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
         served_name = f"{name}-{uuid.uuid4().hex}"  # unique, to recognise this server
-        reserved = reserve_port(LOOPBACK)
-        port = int(reserved.getsockname()[1])
-        command = server_arguments(
-            config,
-            checkpoint,
-            port=port,
-            served_name=served_name,
-            label=label,
-            capture_routing=capture_routing,
-            place=place,
-        )
-        # Not in a thread: if the start were cancelled, the thread would leave a server behind.
-        process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
-        server = cls(process, port=port, folder=folder, session=_session())
+        process, port, folder = await _launch(config, checkpoint, served_name=served_name, **arguments)
+        server = cls(process, port=port, folder=folder)
         try:
             await server._until_serving(served_name)
         except BaseException:
             await server.stop()
             raise
-        finally:
-            reserved.close()
         return server
-
-    @property
-    def folder(self) -> Path:
-        """Folder for temporary files; `stop` removes it."""
-        return self._folder
 
     @property
     def pid(self) -> int:
         """Process id of the server."""
         return self._process.pid
-
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Call `on_death` with the reason when the server's process ends."""
-        self._on_death = on_death
-        if self._dead.is_set():
-            self._died()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """Send a POST request and return the decoded answer.
@@ -126,60 +91,32 @@ class SglangServer:
             CallError: the server refused the call.
             aiohttp.ClientError: no connection, most likely because the server died.
         """
-        async with self._session.post(f"http://{LOOPBACK}:{self._port}{path}", json=body) as response:
+        async with self._session.post(self._url + path, json=body) as response:
             return await _answer(response)
 
     async def get(self, path: str) -> Any:
         """Send a GET request and return the decoded answer; see `post` for the errors."""
-        async with self._session.get(f"http://{LOOPBACK}:{self._port}{path}") as response:
+        async with self._session.get(self._url + path) as response:
             return await _answer(response)
-
-    async def until_dead(self) -> None:
-        """Return when the server's process has ended."""
-        await self._dead.wait()
 
     async def stop(self) -> None:
         """Kill all processes of the server and remove its folder."""
-        self._unwatch()
         await self._session.close()
-        await asyncio.to_thread(self._end)
-
-    # ---- inside
-
-    def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _died(self) -> None:
-        self._unwatch()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # the rest of its group
-        self._dead.set()
-        if self._on_death is not None:
-            self._on_death(f"server process {self._process.pid} died, exit code {self._process.wait()}")
-
-    def _unwatch(self) -> None:
-        if self._pidfd is not None:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = None
+        await self._process.stop()
 
     async def _until_serving(self, served_name: str) -> None:
         """Return when the server answers and has the name `served_name`."""
-        while True:
-            if self._dead.is_set():
-                raise EngineError(f"the server ended with exit code {self._process.wait()}")
+        while self._process.death is None:
             with contextlib.suppress(aiohttp.ClientError, CallError):
                 info = await self.get("/model_info")
                 if info["served_model_name"] != served_name:
-                    raise EngineError(f"another server, {info['served_model_name']}, uses port {self._port}")
+                    raise EngineError(f"another server, {info['served_model_name']}, answers at {self._url}")
                 self.report = (await self.get("/server_info")).get("async_rl") or {}
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
-                    await self._dead.wait()
+                    await self.until_dead()
+        raise EngineError(self._process.death)
 
 
 async def start_node(config: SglangConfig, place: NodePlace, *, checkpoint: Path, capture_routing: bool) -> NodeProcess:
@@ -188,20 +125,31 @@ async def start_node(config: SglangConfig, place: NodePlace, *, checkpoint: Path
     Raises:
         EngineError: SGLang is not installed or has the wrong version.
     """
+    name = f"node-{place.index}"
+    process, _, _ = await _launch(
+        config, checkpoint, served_name=name, label="", capture_routing=capture_routing, place=place
+    )
+    return process
+
+
+async def _launch(config: SglangConfig, checkpoint: Path, **arguments: Any) -> tuple[NodeProcess, int, Path]:
+    """Start a server in a new process group; return it, its port and its folder.
+
+    The output goes to the standard error of this process: the replica's log.
+    """
     python = interpreter(config)
     await check_version(python)
     folder = Path(tempfile.mkdtemp(prefix="async-rl-sglang-"))
-    reserved = reserve_port(LOOPBACK)  # where it only tells that it lives
-    command = server_arguments(
-        config,
-        checkpoint,
-        port=int(reserved.getsockname()[1]),
-        served_name=f"node-{place.index}",
-        label="",
-        capture_routing=capture_routing,
-        place=place,
+    reserved = reserve_port(LOOPBACK)
+    port = int(reserved.getsockname()[1])
+    command = server_arguments(config, checkpoint, port=port, **arguments)
+    process = subprocess.Popen(  # noqa: ASYNC220 - in a thread, a cancelled start would leave a server behind
+        [str(python), "-m", "sglang.launch_server", *command],
+        env=server_environment(config, owner=os.getpid(), folder=folder),
+        stdin=subprocess.DEVNULL,
+        stdout=2,
+        start_new_session=True,
     )
-    process = _launch([str(python), "-m", "sglang.launch_server", *command], config, folder)
 
     def wait() -> int:
         code = process.wait()
@@ -209,7 +157,7 @@ async def start_node(config: SglangConfig, place: NodePlace, *, checkpoint: Path
         shutil.rmtree(folder, ignore_errors=True)
         return code
 
-    return NodeProcess(process.pid, wait=wait)
+    return NodeProcess(process.pid, wait=wait), port, folder
 
 
 def interpreter(config: SglangConfig) -> Path:
@@ -250,24 +198,6 @@ async def check_version(python: Path) -> None:
             f"{python} has {version}, but the replica needs sglang {SGLANG_VERSION}; "
             "create a virtualenv with `make setup-sglang`, or set engine.python"
         )
-
-
-def _launch(command: list[str], config: SglangConfig, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a process in a new process group, so that all its children can be killed together.
-
-    Its output goes to the standard error of this process: the replica's log.
-    """
-    environment = server_environment(config, owner=os.getpid(), folder=folder)
-    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
-
-
-def _session() -> aiohttp.ClientSession:
-    """An HTTP session without limits on connections or time; callers bound each call.
-
-    It drops idle connections before the server does (see SGLANG_TIMEOUT_KEEP_ALIVE).
-    """
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=600)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=False)
 
 
 async def _answer(response: aiohttp.ClientResponse) -> Any:

@@ -25,9 +25,7 @@ from message_queue.tokens import RoutingSpec
 
 BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
-FORCED_FAMILIES = (  # checked against transformers
-    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe"),
-)
+FORCED_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")  # as in transformers
 TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
 ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
     {
@@ -104,23 +102,9 @@ class ServedModel:
 
 
 def check_engine(
-    config: VllmConfig,
-    *,
-    checkpoint: Path,
-    capture_routing: bool,
-    force_routing: bool = False,
+    config: VllmConfig, *, checkpoint: Path, capture_routing: bool, force_routing: bool = False
 ) -> ServedModel:
-    """Refuse configurations that vLLM accepts but handles wrongly. Call it before any process starts.
-
-    Args:
-        capture_routing: whether the replica returns routing rows.
-        force_routing: whether requests carry forced experts.
-
-    Raises:
-        ValueError: the configuration does not suit the checkpoint; a line per problem names `engine.field`, the value
-            and the way out.
-        CheckpointError: the checkpoint cannot be read.
-    """
+    """Refuse what vLLM accepts but handles wrongly. For arguments and errors see `select.check_engine`."""
     info = read_model_info(checkpoint)
     fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
     device = device_of(config)
@@ -225,15 +209,6 @@ def device_environment(config: VllmConfig) -> dict[str, str]:
 def engine_environment(config: VllmConfig) -> dict[str, str]:
     """`process_environment` and `device_environment` together; `start_vllm` checks them."""
     return process_environment(config) | device_environment(config)
-
-
-def wrong_environment(config: VllmConfig) -> str | None:
-    """Message that names the missing or wrong variables in `os.environ`; None if all are right."""
-    wrong = {k: v for k, v in engine_environment(config).items() if os.environ.get(k) != v}
-    if not wrong:
-        return None
-    found = ", ".join(f"{k}={os.environ.get(k)!r} (needs {v!r})" for k, v in wrong.items())
-    return f"the process has {found}; set engine_environment(config) before it imports vLLM"
 
 
 def engine_args(

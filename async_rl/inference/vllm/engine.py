@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.checkpoint_weights import published_shapes, tensor_shapes, weight_files
+from async_rl.inference.backend import EngineBackend, LoadedWeights
+from async_rl.inference.checkpoint_weights import Shapes, served_shapes, weight_files
 from async_rl.inference.checks import check_request, weight_label
+from async_rl.inference.gate import InflightRequest, KVPolicy
 from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.inference.nodes import NodePlace
-from async_rl.inference.replica import EngineReplica, InflightRequest, KVPolicy, LoadedWeights
+from async_rl.inference.replica import EngineReplica
 from async_rl.inference.spans import continued, joined
 from async_rl.inference.vllm.config import (
     ServedModel,
@@ -26,7 +29,6 @@ from async_rl.inference.vllm.config import (
     check_engine,
     engine_args,
     engine_environment,
-    wrong_environment,
 )
 from async_rl.inference.vllm.process import (
     call_ranks,
@@ -38,8 +40,7 @@ from async_rl.inference.vllm.process import (
 )
 from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
 from async_rl.weights.digest import WeightsDigest
-from async_rl.weights.model_info import CheckpointError, is_carried
-from async_rl.weights.transport import UpdateError, WeightUpdate, readable_by_ranks
+from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import ContractError, EngineError, ReplicaLostError
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
@@ -50,32 +51,20 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmBackend", "VllmConfig", "VllmReplica", "check_engine", "engine_environment", "start_vllm"]
 
-STAGED_AGAIN_S = 0.05  # between two questions whether a version is staged
 
-
-class VllmBackend:
-    """Calls to one vLLM engine; see `async_rl.inference.replica.EngineBackend`.
+class VllmBackend(EngineBackend):
+    """Calls to one vLLM engine; see `EngineBackend` for the other arguments.
 
     Args:
         engine: running vLLM engine.
-        name: name of the replica, for segments and error messages.
         model: the served checkpoint.
-        names: names of the tensors that every update must contain.
-        timeout_s: bound in seconds on a load.
     """
 
-    def __init__(
-        self, engine: AsyncLLM, *, name: str, model: ServedModel, names: frozenset[str], timeout_s: float
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, *, name: str, model: ServedModel, shapes: Shapes, timeout_s: float) -> None:
+        super().__init__(name=name, shapes=shapes, timeout_s=timeout_s)
         self.engine = engine
         self.processes = engine_processes(engine)
-        self._name = name
         self._model = model
-        self._names = names
-        self._timeout_s = timeout_s
-        self._frozen = False
-        # The version that waits in the twins of the workers' models.
-        self._staged: tuple[WeightVersion, list[RankLoad]] | None = None
         self._loop = asyncio.get_running_loop()
 
     # ---- generating
@@ -168,8 +157,7 @@ class VllmBackend:
             self._frozen = False
 
     async def check_update(self, update: WeightUpdate, *, kv: KVPolicy, in_flight: bool) -> None:
-        if self._staged is None or update.weights != self._staged[0]:
-            await self._check_names(update)
+        await super().check_update(update, kv=kv, in_flight=in_flight)
         recorded = in_flight and self._model.routing is not None
         if kv == "recompute" and recorded and self._model.unforcible is not None:
             raise ContractError(
@@ -177,29 +165,9 @@ class VllmBackend:
                 f"{self._model.unforcible}; use rollout.kv=keep, or abort first"
             )
 
-    async def _check_names(self, update: WeightUpdate) -> None:
-        """Raise ContractError if a published version lacks a tensor of the checkpoint."""
-        version = update.weights.version
-        try:
-            found = await asyncio.to_thread(published_shapes, update, timeout_s=self._timeout_s)
-        except (CheckpointError, UpdateError) as error:
-            raise ContractError(f"version {version}: {error}") from error
-        if absent := sorted(self._names - found.keys()):
-            raise ContractError(
-                f"version {version} in {update.path} lacks {len(absent)} tensors of the "
-                f"checkpoint ({', '.join(absent[:3])}, ...); export every tensor"
-            )
-
-    async def stage(self, update: WeightUpdate) -> list[RankLoad]:
-        await self._check_names(update)
-        await call_ranks(self.engine, "start_staging", readable_by_ranks(update, timeout_s=self._timeout_s))
-        while None in (reports := await call_ranks(self.engine, "staged")):  # noqa: ASYNC110 - vLLM has no event for it
-            await asyncio.sleep(STAGED_AGAIN_S)
-        ranks = [RankLoad.of(report) for report in reports]
-        self._staged = update.weights, ranks
-        return ranks
-
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]) -> list[RankLoad]:
+    async def load(
+        self, update: WeightUpdate, *, kv: KVPolicy, requests: Sequence[InflightRequest]
+    ) -> Sequence[RankLoad]:
         """Load a version, or exchange the weights if the version is staged.
 
         With kv="recompute", frozen requests leave the engine. After `resume` they are sent back with all tokens so
@@ -209,18 +177,25 @@ class VllmBackend:
         """
         if kv == "recompute":
             await self._evict(requests)
-        staged, self._staged = self._staged, None
-        if staged is not None and update.weights == staged[0]:
-            await call_ranks(self.engine, "commit_staged")
-            ranks = staged[1]
-        else:
-            version = readable_by_ranks(update, timeout_s=self._timeout_s)
-            ranks = [RankLoad.of(report) for report in await call_ranks(self.engine, "load_update", version)]
+        ranks = await super().load(update, kv=kv, requests=requests)
         if kv == "keep":
             await self._pin_routing()
         elif not await self.engine.reset_prefix_cache():
             raise EngineError(f"{self._name}: the K/V of the previous version is still in use after a drain")
         return ranks
+
+    async def load_version(self, version: str) -> list[RankLoad]:
+        return [RankLoad.of(report) for report in await call_ranks(self.engine, "load_update", version)]
+
+    async def start_staging(self, version: str) -> None:
+        await call_ranks(self.engine, "start_staging", version)
+
+    async def staged(self) -> list[RankLoad] | None:
+        reports = await call_ranks(self.engine, "staged")
+        return None if None in reports else [RankLoad.of(report) for report in reports]
+
+    async def commit_staged(self) -> None:
+        await call_ranks(self.engine, "commit_staged")
 
     async def label(self, label: str) -> None:
         await self.engine.update_weight_version(label)
@@ -286,12 +261,7 @@ async def start_vllm(
 ) -> VllmReplica:
     """Start an engine on a Hugging Face checkpoint folder; it serves version 0 with the digest of its tensors.
 
-    Args:
-        name: name of the replica.
-        checkpoint: Hugging Face checkpoint folder.
-        capture_routing: whether the replica returns routing rows.
-        capture_support: whether requests may sample from a part of the vocabulary; on the CPU they always may.
-        place: of this node, the first of several; None if the replica has one.
+    For the arguments see `async_rl.inference.select.start_replica`.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
@@ -299,16 +269,19 @@ async def start_vllm(
     """
     model = check_engine(config, checkpoint=checkpoint, capture_routing=capture_routing)
     files = weight_files(checkpoint)
-    if problem := wrong_environment(config):
-        raise EngineError(f"{name}: {problem}")
-    names = frozenset(name for name in tensor_shapes(files) if not is_carried(name, num_layers=model.info.num_layers))
+    needed = engine_environment(config)
+    if wrong := [f"{k}={os.environ.get(k)!r} (needs {v!r})" for k, v in needed.items() if os.environ.get(k) != v]:
+        raise EngineError(
+            f"{name}: the process has {', '.join(wrong)}; set engine_environment(config) before it imports vLLM"
+        )
+    shapes = served_shapes(checkpoint, model.info)
     args = engine_args(config, model, capture_routing=capture_routing, capture_support=capture_support, place=place)
     try:
         async with asyncio.timeout(config.start_timeout_s):
             engine = await start_engine(args)
         async with asyncio.timeout(config.load_timeout_s):  # as of a later version
             ranks = await call_ranks(engine, "first_load", [str(file) for file in files])
-            hashes = {name: found for rank in ranks for name, found in rank["hashes"].items() if name in names}
+            hashes = {name: found for rank in ranks for name, found in rank["hashes"].items() if name in shapes}
             weights = WeightVersion(0, WeightsDigest.of_hashes(hashes).hexdigest())
             await engine.update_weight_version(weight_label(weights))
     except TimeoutError as error:
@@ -319,7 +292,7 @@ async def start_vllm(
     except Exception as error:
         raise EngineError(f"{name}: the engine did not start: {error}") from error
     return EngineReplica(
-        VllmBackend(engine, name=name, model=model, names=names, timeout_s=config.load_timeout_s),
+        VllmBackend(engine, name=name, model=model, shapes=shapes, timeout_s=config.load_timeout_s),
         config=config,
         name=name,
         weights=weights,

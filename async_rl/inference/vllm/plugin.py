@@ -10,6 +10,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from async_rl.compat.garbage import no_collections, stay_frozen
@@ -24,24 +25,14 @@ def register() -> None:
     """
     if os.environ.get(PLUGIN_VARIABLE) != "1":
         return
-    _end_with_parent()
+    end_with_parent()
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
-    from async_rl.compat.vllm import (
-        allow_routing_capture,
-        compute_local_experts_only,
-        exchange_tokens_of_groups,
-        note_packed_weights,
-        prepack_experts_on_reload,
-    )
+    from async_rl.compat.vllm import repair_cpu_backend
 
-    allow_routing_capture()
-    prepack_experts_on_reload()
-    compute_local_experts_only()
-    exchange_tokens_of_groups()
-    note_packed_weights()
+    repair_cpu_backend()
 
 
 def run_engine(*args: Any, **options: Any) -> None:
@@ -56,18 +47,18 @@ def run_coordinator(*args: Any, **options: Any) -> None:
     """Main function of the process that coordinates data parallelism; loads no plugin, and ends with its parent."""
     from vllm.v1.engine.coordinator import DPCoordinatorProc
 
-    _end_with_parent()
+    end_with_parent()
     DPCoordinatorProc.run_coordinator(*args, **options)
 
 
-def _end_with_parent() -> None:
-    """Kill this process when its parent ends; otherwise vLLM's engine process would outlive a killed replica."""
+def end_with_parent(end: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGKILL)) -> None:
+    """Call `end` when the parent of this process ends; vLLM's processes would outlive a killed replica."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)
+        end()
 
     threading.Thread(target=wait, name="end-with-parent", daemon=True).start()

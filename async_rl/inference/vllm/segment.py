@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,32 +10,19 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from async_rl.compat import FORCED_EXPERTS
-from async_rl.inference.checks import check_segments, kept_tokens, moe_rows, numbers, rows_shape, sampled_tokens
-from async_rl.inference.spans import cut_into_segments
+from async_rl.inference.checks import Answer, checked_segments
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
-from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import (
-    Float32Array,
-    Int32Array,
     RoutedExperts,
     RoutingSpec,
-    StopReason,
     TokenOutput,
-    WeightVersion,
 )
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
-    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
-
-STOP_REASONS = {
-    "stop": StopReason.STOP,
-    "length": StopReason.LENGTH,
-    "abort": StopReason.ABORT,
-    "error": StopReason.ERROR,
-}
 
 
 def sampling_params(
@@ -98,99 +85,26 @@ def cache_salt(request: GenerateRequest, *, forced: Sequence[RoutedExperts]) -> 
     return f"{request.cache_salt}|forced|{request.session or request.request_id}" if forced else request.cache_salt
 
 
-def to_segments(
-    output: RequestOutput,
-    *,
-    request: GenerateRequest,
-    info: ModelInfo,
-    routing: RoutingSpec | None,
-    weights: WeightVersion,
-    loaded: Mapping[str, WeightVersion],
-    replica: str,
-) -> list[TokenOutput]:
-    """Check a finished output and convert it to segments, one per weight version that sampled.
-
-    Args:
-        routing: shape of the captured rows; None if no rows are captured.
-        weights: the loaded version, for an output without tokens.
-        loaded: all versions that may have sampled tokens of this output, by `weight_label`.
-        replica: name of the replica.
-
-    Raises:
-        ContractError: the engine's answer does not fit the request or the model; names the field and the value.
-    """
+def to_segments(output: RequestOutput, **context: Any) -> list[TokenOutput]:
+    """Check a finished output and convert it to segments; for the other arguments see `checked_segments`."""
     if len(output.outputs) != 1:
         raise ContractError(f"the engine returned {len(output.outputs)} completions for a request of one")
-    completion = output.outputs[0]
-    if completion.finish_reason not in STOP_REASONS:
-        raise ContractError(
-            f"the engine's finish_reason is {completion.finish_reason!r}; known are {', '.join(STOP_REASONS)}"
-        )
-    token_ids = sampled_tokens(completion.token_ids, "token_ids", request=request, info=info)
-    segments = cut_into_segments(
-        request,
-        token_ids=token_ids,
-        logprobs=_logprobs(completion, token_ids),
-        routed_experts=None if routing is None or not len(token_ids) else _rows(completion, request, info, routing),
-        spans=_spans(completion, loaded) if len(token_ids) else [(weights, 0)],
-        stop_reason=STOP_REASONS[completion.finish_reason],
-        replica=replica,
-        support=_support(completion, token_ids) if request.sampling.is_cut else None,
+    completion: Any = output.outputs[0]
+    scored, mask = completion.logprobs, completion.sampling_mask
+    answer = Answer(
+        names=("token_ids", "logprobs", "sampling_mask"),
+        reason=completion.finish_reason,
+        token_ids=completion.token_ids,
+        scored=None if scored is None else scored.token_ids,
+        logprobs=None if scored is None else scored.logprobs,
+        experts=completion.routed_experts,
+        in_order=True,
+        versions=[(span.version, span.start, span.end) for span in completion.weight_versions or ()],
+        kept=None if mask is None else mask.token_ids,
     )
-    return check_segments(segments, request=request, info=info, routing=routing)
+    return checked_segments(answer, **context)
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:
     """vLLM returns kept tokens only for requests with a top_k; a top_k of the whole vocabulary cuts nothing."""
     return info.vocab_size if request.sampling.is_cut and request.sampling.top_k < 0 else request.sampling.top_k
-
-
-def _support(completion: CompletionOutput, token_ids: Int32Array) -> SamplingSupport:
-    """The kept tokens of n positions."""
-    if not len(token_ids):
-        return SamplingSupport.whole(0)
-    if completion.sampling_mask is None:
-        raise ContractError(f"the engine's sampling_mask is None for {len(token_ids)} tokens of a cut distribution")
-    return kept_tokens(completion.sampling_mask.token_ids, "sampling_mask")
-
-
-def _logprobs(completion: CompletionOutput, token_ids: Int32Array) -> Float32Array:
-    """The logprobs float32 [n] of the sampled tokens."""
-    flat: Any = completion.logprobs
-    if not len(token_ids):
-        return np.zeros(0, np.float32)
-    if flat is None or list(flat.token_ids) != token_ids.tolist():
-        raise ContractError(
-            f"the engine's logprobs are not of its {len(token_ids)} sampled tokens: "
-            f"{None if flat is None else len(flat.token_ids)} entries"
-        )
-    return numbers(flat.logprobs, np.float32, "logprobs")
-
-
-def _rows(
-    completion: CompletionOutput, request: GenerateRequest, info: ModelInfo, routing: RoutingSpec
-) -> RoutedExperts:
-    """Rows existing_rows .. tokens + n - 2 of the MoE layers; the engine also returns dense layers, as zeros."""
-    experts: Any = completion.routed_experts
-    expected = rows_shape(request, len(completion.token_ids), info=info, routing=routing)
-    if experts is None or experts.shape != expected:
-        raise ContractError(
-            f"the engine's routed_experts has shape {None if experts is None else list(experts.shape)}; "
-            f"need {list(expected)} (rows from position {request.existing_rows}, layers, top_k)"
-        )
-    return moe_rows(experts, request=request, routing=routing, in_order=True)
-
-
-def _spans(completion: CompletionOutput, loaded: Mapping[str, WeightVersion]) -> list[tuple[WeightVersion, int]]:
-    """(weights, number of tokens that they sampled) in order."""
-    spans: list[tuple[WeightVersion, int]] = []
-    at = 0
-    for span in completion.weight_versions or ():
-        if span.version not in loaded or span.start != at:
-            raise ContractError(
-                f"the engine's weight_versions are {completion.weight_versions}; need spans without gaps of "
-                f"{', '.join(loaded)}"
-            )
-        spans.append((loaded[span.version], span.end - span.start))
-        at = span.end
-    return spans

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from async_rl.weights.checksum import PACKED, Content, model_contents, sums_for
-from async_rl.weights.digest import WeightsDigest, load_share, mapped, read_tensors
+from async_rl.weights.digest import WeightsDigest, load_share, mapped, on_this_node, read_tensors
 from async_rl.weights.group import received
 from async_rl.weights.live import PACKED_SUFFIX
-from async_rl.weights.store import on_this_node
 from async_rl.weights.transport import update_files
 from async_rl.weights.twin import Staging, Twin
 

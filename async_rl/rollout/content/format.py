@@ -1,4 +1,4 @@
-"""Bytes of the content store: one record as arrays in a data file and small fields in the index.
+"""Records of appends to trajectories, and their bytes: arrays in a data file and small fields in the index.
 
 The arrays of a segment of 3 tokens with rows 6..8 of 2 MoE layers and top-2 (uint8), and a support of 5 packed bytes:
 
@@ -12,17 +12,17 @@ All are little endian. Tokens that no policy sampled are int32[n]; a call, a for
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutStep, TrajectoryClosed
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
-from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import Int32Array, RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 FORMAT = 4  # 3 had no agents
 APPLICATION_ID = 0x41524C43  # "ARLC", in the header of the index
@@ -42,6 +42,64 @@ RECORDS_TABLE = """CREATE TABLE records (
     checksum BLOB NOT NULL,
     PRIMARY KEY (group_id, trajectory, number)
 ) STRICT, WITHOUT ROWID"""
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """An outside call that must happen once is about to be made."""
+
+    call: str
+    """Text that the agent loop gives the call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """The path started with the first turns of another one; see `Trajectory.fork`. It is the first record of a path."""
+
+    parent: int
+    """Number of the other path."""
+    turns: int
+    """Number of shared turns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryClosed:
+    """The trajectory ended with its reward, and all its paths with it."""
+
+    stop_reason: StopReason
+    """Stop reason of its last segment; ERROR for a rollout that failed."""
+    reward: float
+    """Reward of the whole trajectory."""
+    rewards: Mapping[str, float] | None = None
+    """Agent -> its reward, for the agents that are trained; None trains all paths with `reward`."""
+    agents: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Number of a path -> its agent, if that is not the policy."""
+    info: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers that the agent loop or the task noted."""
+    forks: Mapping[int, int] = field(default_factory=dict[int, int])
+    """Number of each fork -> its tokens, shared ones included."""
+
+
+RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | Forked | TrajectoryClosed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RolloutRecord:
+    """`what` was appended to a path of a trajectory."""
+
+    group: int
+    """Id of the group."""
+    trajectory: int
+    """Number of the trajectory in its group."""
+    handout: int
+    """Number of the hand-out of the group to a worker; a later one is greater, also after a restart of the run."""
+    at: int
+    """Tokens that the path held before; those that it shares if this is its start."""
+    what: RolloutStep
+    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, the start of a fork, or the
+    end."""
+    path: int = 0
+    """Number of the path; 0 is the root."""
 
 
 class IndexRow(NamedTuple):

@@ -28,18 +28,27 @@ import re
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from async_rl.rollout.content.format import IndexRow, data_path, decode, index_run, row_checksum
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
-from message_queue.contract import Admission
+from async_rl.rollout.content.format import (
+    CallStarted,
+    Forked,
+    IndexRow,
+    RolloutRecord,
+    TrajectoryClosed,
+    data_path,
+    decode,
+    index_run,
+    row_checksum,
+)
 from message_queue.errors import ContractError, JournalBroken, JournalMismatch
 from message_queue.sqlite_file import connect, disk_error, disk_errors
 from message_queue.tokens import RoutingSpec, TokenOutput
-from message_queue.trajectory import PromptGroup, ResumeRouting, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, ResumeRouting, Trajectory
 
 _ALL = -1  # a position before every record
 _Numbered = tuple[int, RolloutRecord]  # number among the records of its writer, record
@@ -47,23 +56,33 @@ _Numbered = tuple[int, RolloutRecord]  # number among the records of its writer,
 _UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # errors of SQLite, the second for names that are no text
 
 
-def read_groups(
-    directory: Path,
-    groups: Mapping[int, Admission],
-    *,
-    run: str,
-    trajectories: int,
-    routing: RoutingSpec | None,
-    resume_routing: ResumeRouting,
-) -> tuple[dict[int, PromptGroup], list[str]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContentPlace:
+    """Location of the stored rollouts of a run, and the settings to read them."""
+
+    directory: Path
+    """Folder of the files of all writers."""
+    run: str
+    """Unique name of the run, the same at every restart."""
+    fsync: bool
+    """Whether written content survives a loss of power."""
+    trajectories: int
+    """Rollouts of each group."""
+    routing: RoutingSpec | None
+    """Layout of the routing rows; None if the run captures none."""
+    resume_routing: ResumeRouting
+    """How rows of resumed requests are merged."""
+
+
+def read_groups(place: ContentPlace, groups: Mapping[int, Admission]) -> tuple[dict[int, PromptGroup], list[str]]:
     """Read groups from the files of all writers. A living writer is not disturbed.
 
     A record that is damaged, and the later ones of the same writer and trajectory, are left out with a note, on
     whichever path they are.
 
     Args:
+        place: its number of trajectories is the least per group; more if more were written.
         groups: by id.
-        trajectories: least number per group; more if more were written.
 
     Returns:
         Group id -> group, whose trajectories without a record are empty; and texts about damage, each with its file.
@@ -72,9 +91,9 @@ def read_groups(
         JournalFormatError: a file of another format.
         JournalMismatch: a file of another run.
         JournalError: a file cannot be opened.
-        ContractError: rows of another model than `routing` has.
+        ContractError: rows of another model than the place has.
     """
-    notes: list[str] = []
+    directory, notes = place.directory, list[str]()
     stored: dict[int, dict[int, list[_Numbered]]] = {group: {} for group in groups}
     for path in _indexes(directory):
         try:
@@ -82,8 +101,8 @@ def read_groups(
                 found = index_run(index, path)
                 if found is None:
                     continue
-                if found != run:
-                    raise JournalMismatch(f"{path} is content of run {found!r}, not of {run!r}; move it away")
+                if found != place.run:
+                    raise JournalMismatch(f"{path} is content of run {found!r}, not of {place.run!r}; move it away")
                 for group in groups:
                     for number, record in _read_group(index, path, group, notes):
                         stored[group].setdefault(record.trajectory, []).append((number, record))
@@ -91,13 +110,13 @@ def read_groups(
             notes.append(_damage(error, path, "its records are left out"))
     read: dict[int, PromptGroup] = {}
     for group, admission in groups.items():
-        count = max([trajectories, *(number + 1 for number in stored[group])])
+        count = max([place.trajectories, *(number + 1 for number in stored[group])])
         read[group] = PromptGroup(
             group=group,
             prompt=admission.prompt,
             admitted_version=admission.admitted_version,
             admitted_update=admission.admitted_update,
-            trajectories=[Trajectory(routing=routing, resume_routing=resume_routing) for _ in range(count)],
+            trajectories=[Trajectory(routing=place.routing, resume_routing=place.resume_routing) for _ in range(count)],
         )
         for number, records in sorted(stored[group].items()):
             made = read[group].trajectories[number]
@@ -175,12 +194,7 @@ def _read_group(index: sqlite3.Connection, path: Path, group: int, notes: list[s
 
 
 def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
-    """A record whose checksum is right.
-
-    Raises:
-        OSError: the disk cannot read it.
-        ValueError: it is damaged.
-    """
+    """A record whose checksum is right; OSError or ValueError if it cannot be read or is damaged."""
     with file.open("rb", buffering=0) as data:
         data.seek(row.start)
         arrays = memoryview(data.read(row.length)) if row.length else memoryview(b"")
@@ -285,11 +299,7 @@ def _end(record: RolloutRecord) -> int:
 
 
 def _damage(error: Exception, path: Path, consequence: str) -> str:
-    """The note of an index that is damaged.
-
-    Raises:
-        JournalError: it may be whole, but cannot be opened.
-    """
+    """The note of an index that is damaged; raises JournalError if it cannot be opened, and may be whole."""
     failure = disk_error(error, what="read", path=path)
     if not isinstance(failure, JournalBroken):
         raise failure from error

@@ -19,17 +19,18 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from async_rl.files.atomic_dir import sync_path
 from async_rl.rollout.content.format import (
     APPLICATION_ID,
     FORMAT,
     RECORDS_TABLE,
     WRITER_TABLE,
     IndexRow,
+    RolloutRecord,
     data_path,
     encode,
     row_checksum,
 )
-from async_rl.rollout.content.records import RolloutRecord
 from message_queue.errors import JournalBroken, JournalBusy, JournalError
 from message_queue.sqlite_file import connect, disk_errors, stamp
 
@@ -205,7 +206,7 @@ class ContentWriter:
         with self._disk_errors("create", path):
             data = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
             if self._fsync:
-                _sync_folder(self._directory)
+                sync_path(self._directory)
             if self._data is not None:
                 os.close(self._data)
         self._data, self._file, self._size = data, self._file + 1, 0
@@ -233,12 +234,3 @@ class ContentWriter:
         except JournalBroken as failure:
             self._failure = failure
             raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Return once the names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -190,11 +190,7 @@ class TrainingBatch:
         return fresh
 
     def _updates(self, version: int) -> int:
-        if version not in self.version_updates:
-            raise BatchError(
-                f"param_version {version} sampled tokens, but only {sorted(self.version_updates)} were published"
-            )
-        return self.version_updates[version]
+        return _updates_of(version, self.version_updates)
 
 
 def training_batch(
@@ -326,11 +322,7 @@ def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *,
     """
     young = 0
     for version, tokens in sequence.spans:
-        updates = version_updates.get(version)
-        if updates is None:
-            raise BatchError(
-                f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published"
-            )
+        updates = _updates_of(version, version_updates)
         if updates > now:
             raise BatchError(
                 f"param_version {version} has {updates} optimizer updates, more than current_update={now}; a batch "
@@ -338,3 +330,9 @@ def _young_tokens(sequence: SequenceHead, version_updates: Mapping[int, int], *,
             )
         young += tokens if updates >= min_update else 0
     return young
+
+
+def _updates_of(version: int, version_updates: Mapping[int, int]) -> int:
+    if version not in version_updates:
+        raise BatchError(f"param_version {version} sampled tokens, but only {sorted(version_updates)} were published")
+    return version_updates[version]

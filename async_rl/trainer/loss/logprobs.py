@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -42,17 +42,12 @@ class OutputLayer:
         """Whether other ranks have a part of the vocabulary."""
         return self.group is not None and self.group.size() > 1
 
-    @property
-    def first_id(self) -> int:
-        """The id of the first row."""
-        return self.group.rank() * len(self.weight) if self.group is not None and self.is_split else 0
-
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this rank for ids int64 [n] (0 for an id of another rank), and bool [n], whether it is of another.
 
         In the example, the ids (4, 7) are the rows (0, 2) of rank 1, and the first is of another rank.
         """
-        rows = ids - self.first_id
+        rows = ids if self.group is None else ids - self.group.rank() * len(self.weight)
         elsewhere = (rows < 0) | (rows >= self.num_ids)
         return rows.masked_fill(elsewhere, 0), elsewhere
 
@@ -241,13 +236,8 @@ class KeptTokens:
 
     def to(self, device: torch.device) -> KeptTokens:
         """A copy on `device`."""
-        return KeptTokens(
-            cut=self.cut.to(device),
-            whole=self.whole.to(device),
-            counts=self.counts.to(device),
-            token_ids=self.token_ids.to(device),
-            ends=self.ends,
-        )
+        tensors = {name: getattr(self, name).to(device) for name in ("cut", "whole", "counts", "token_ids")}
+        return replace(self, **tensors)
 
     def num_containing(self, targets: Tensor) -> int:
         """Number of positions in `cut` whose kept tokens include their target, for targets int64 [n]."""

@@ -41,29 +41,6 @@ from async_rl.trainer.loss.ratios import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "CISPO",
-    "DIS",
-    "GSPO",
-    "M2PO",
-    "TIS",
-    "DecoupledPPO",
-    "IcePop",
-    "LossConfig",
-    "PPOClip",
-    "PolicyLoss",
-    "SequenceMIS",
-    "SequenceMask",
-    "SequenceTIS",
-    "Surrogate",
-    "TokenLogprobs",
-    "Trajectories",
-    "kl_estimate",
-    "kl_term",
-    "policy_loss",
-    "token_weights",
-]
-
 Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length"]
 KLEstimator = Literal["k1", "k2", "k3"]
 CountedGroups = Literal["all", "informative"]

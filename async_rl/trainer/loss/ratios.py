@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -123,18 +123,13 @@ class Ratio:
         return shared[trajectories.index].to(log_ratio.dtype) + (log_ratio - log_ratio.detach())
 
 
-@dataclass(frozen=True, slots=True)
-class Interval:
+class Interval(NamedTuple):
     """Ratios from low to high, both included."""
 
     low: float = 0.0
     """Lower bound."""
     high: float = math.inf
     """Upper bound."""
-
-    def excludes(self, ratio: Tensor) -> Tensor:
-        """Whether each ratio is outside the interval, bool of the shape of `ratio`."""
-        return (ratio < self.low) | (ratio > self.high)
 
 
 ANY = Interval()
@@ -171,18 +166,13 @@ class Weight:
 
         log_ratio = self.ratio.log(logprobs, trajectories)
         ratio = torch.exp((log_ratio if self.gradient else log_ratio.detach()).clamp(max=_LARGEST_LOG))
-        harmful = advantages < 0
-        excluded = self.positive.excludes(ratio)
-        if self.positive != self.negative:
-            excluded = torch.where(harmful, self.negative.excludes(ratio), excluded)
+        low, high = (
+            torch.where(advantages < 0, *(ratio.new_tensor(bound) for bound in bounds))
+            for bounds in zip(self.negative, self.positive, strict=True)
+        )
+        excluded = (ratio < low) | (ratio > high)
         weight = ratio if self.inside == "ratio" else torch.ones_like(ratio)
-        if self.outside == "zero":
-            weight = weight.masked_fill(excluded, 0.0)
-        elif self.positive == self.negative:
-            weight = weight.clamp(self.positive.low, self.positive.high)
-        else:
-            above, below = (weight.clamp(i.low, i.high) for i in (self.positive, self.negative))
-            weight = torch.where(harmful, below, above)
+        weight = weight.masked_fill(excluded, 0.0) if self.outside == "zero" else weight.clamp(low, high)
         return weight, excluded & (advantages != 0)
 
 

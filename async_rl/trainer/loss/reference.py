@@ -36,12 +36,6 @@ class ReferenceWeights:
         finally:
             _exchange(self._saved, self._live)
 
-    def renew(self) -> None:
-        """Replace the frozen weights with the current ones."""
-        with torch.no_grad():
-            for live, saved in zip(self._live, self._saved, strict=True):
-                saved.copy_(live)
-
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
         """The frozen value of a parameter or buffer, for reading and writing checkpoints; not inside `loaded`.
 

@@ -6,7 +6,7 @@ Loading reads only the parts of this rank. `WeightSource` makes complete tensors
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,8 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     if is_quantized(checkpoint):
         raise CheckpointError(f"{checkpoint} has quantized weights; load the plain copy that `dequantize` makes")
     reader = _Reader(checkpoint)
-    reader.check_names(shape)
+    if problems := list(weight_problems(shape, reader.names)):  # some would be neither trained nor exported
+        raise CheckpointError(f"{checkpoint}: {'; '.join(problems)}")
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split, share = split_of(name, weight), None
@@ -65,25 +66,16 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
             weight.copy_(part)
 
 
-def named_weights(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def named_weights(chunks: Sequence[Any], *, adapters: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name in the local spec, weight) of this rank, in the same order on all ranks of a pipeline stage.
 
     Layer and expert numbers in the names are global. With 8 experts on 4 expert-parallel ranks, `local_experts.1` of
-    rank 2 becomes `local_experts.5`. LoRA adapters are left out; see `named_adapters`.
+    rank 2 becomes `local_experts.5`. With `adapters` the parameters are those of LoRA alone, without it the others; the
+    first of Qwen3 is `decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a`.
     """
     for name, weight in named_tensors(chunks):
-        if LORA not in name:
+        if (LORA in name) == adapters:
             yield from numbered(name, weight, config=chunks[0].config)
-
-
-def named_adapters(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, parameter) of the LoRA adapters of this rank, as `named_weights` does for the weights.
-
-    The first of Qwen3 is `decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a`.
-    """
-    for name, parameter in named_tensors(chunks):
-        if LORA in name:
-            yield from numbered(name, parameter, config=chunks[0].config)
 
 
 def named_tensors(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
@@ -117,15 +109,9 @@ class Split:
     """Number of this rank's part."""
 
     @classmethod
-    def tensor(cls) -> Split:
-        """Split of dense tensors."""
-        group = tensor_group()
-        return cls(group, group.size(), group.rank())
-
-    @classmethod
-    def expert_tensor(cls) -> Split:
-        """Split of the tensors of an expert."""
-        group = expert_tensor_group()
+    def of(cls, name: str) -> Split:
+        """Ranks with parts of the weight with this local name: of an expert, or of a dense weight."""
+        group = expert_tensor_group() if is_expert(name) else tensor_group()
         return cls(group, group.size(), group.rank())
 
     def of_heads(self, query_groups: int) -> tuple[Split, Split | None]:
@@ -208,15 +194,13 @@ def exported_value(weight: Tensor) -> Tensor:
 
 def split_of(name: str, parameter: Tensor) -> Split | None:
     """The group that splits a parameter; None if every rank has the complete parameter."""
-    split = Split.expert_tensor() if is_expert(name) else Split.tensor()
+    split = Split.of(name)
     return split if split.size > 1 and getattr(parameter, "partition_dim", -1) >= 0 else None
 
 
 def expert_of(name: str) -> int:
     """Number of the expert that a local name belongs to."""
-    found = _LOCAL_EXPERT.search(name)
-    assert found is not None
-    return int(found[1])
+    return int(_LOCAL_EXPERT.findall(name)[0])
 
 
 class _Reader:
@@ -235,14 +219,10 @@ class _Reader:
         if not self._files:
             raise CheckpointError(f"{checkpoint} has no *.safetensors file; save the checkpoint in that format")
 
-    def check_names(self, shape: ModelShape) -> None:
-        """Compare the names of all tensors with the model.
-
-        Raises:
-            CheckpointError: tensors are missing, or would be neither trained nor exported.
-        """
-        if problems := list(weight_problems(shape, self._files)):
-            raise CheckpointError(f"{self._checkpoint}: {'; '.join(problems)}")
+    @property
+    def names(self) -> Collection[str]:
+        """Names of all tensors."""
+        return self._files
 
     def read(self, name: str, *, weight: Tensor, split: Split | None, expert: int | None = None) -> Tensor:
         """This rank's part of a saved tensor, for a parameter `weight` with split `split`.

@@ -79,7 +79,8 @@ def attended_pairs(lengths: NDArray[np.int64], *, window: int) -> int:
 
 def _pair(model: Mapping[str, Any]) -> int:
     """Multiply-adds of all heads for the score of a pair and its part of the output."""
-    keys = model["qk_head_dim"] + model["qk_pos_emb_head_dim"] if _is_latent(model) else model["kv_channels"]
+    latent = model.get("multi_latent_attention")
+    keys = model["qk_head_dim"] + model["qk_pos_emb_head_dim"] if latent else model["kv_channels"]
     return model["num_attention_heads"] * (keys + model["kv_channels"])
 
 
@@ -87,7 +88,7 @@ def _attention(model: Mapping[str, Any]) -> dict[str, int]:
     """Multiply-adds of a token with each weight, by its name in megatron's local spec, as in `_mlp`."""
     hidden, heads, values = model["hidden_size"], model["num_attention_heads"], model["kv_channels"]
     sizes = {"linear_proj": heads * values * hidden}
-    if _is_latent(model):
+    if model.get("multi_latent_attention"):
         keys, turned, latent, rank = (
             model[name] for name in ("qk_head_dim", "qk_pos_emb_head_dim", "kv_lora_rank", "q_lora_rank")
         )
@@ -116,10 +117,6 @@ def _mlp(model: Mapping[str, Any], *, experts: bool) -> dict[str, int]:
 def _gated(name: str, size: int) -> dict[str, int]:
     """Gate and up projection, and down projection, of `size` each."""
     return {f"{name}.linear_fc1": 2 * size, f"{name}.linear_fc2": size}
-
-
-def _is_latent(model: Mapping[str, Any]) -> bool:
-    return bool(model.get("multi_latent_attention"))
 
 
 def _is_trained(name: str, shape: ModelShape, lora: LoraConfig) -> bool:

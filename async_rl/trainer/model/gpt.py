@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,6 @@ from async_rl.trainer.distributed import tensor_group
 from async_rl.trainer.loss.logprobs import OutputLayer
 from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
-from async_rl.trainer.model.fast_paths import FastPaths, Platform, fast_paths
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.lora import add_adapters
@@ -106,18 +106,19 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     if problems := list(layout_problems(shape, config)):
         raise ValueError("\n".join(problems))
     engine = uses_transformer_engine(config, device=device) and not shape.family.local_only
-    fast = fast_paths(config, platform=_platform(device), swiglu=_has_swiglu(shape))
-    megatron = _transformer_config(shape, config, device, fast)
-    stages: list[int | None] = [None]
-    if config.parallel.virtual_pipeline > 1:
-        stages = list(range(config.parallel.virtual_pipeline))
+    with warnings.catch_warnings():
+        # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
+        warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
+        megatron = _megatron_config(shape, config, device)
+    interleaved = config.parallel.virtual_pipeline > 1
+    stages = range(config.parallel.virtual_pipeline) if interleaved else [None]
     chunks = [_build_chunk(megatron, shape, config, stage, transformer_engine=engine).to(device) for stage in stages]
     moe = bool(shape.megatron.get("num_moe_experts"))
     replay = RouterReplay(chunks, threshold=config.replay_threshold) if moe else None
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
-        overlap_grad_reduce=fast.overlap_grad_reduce,
+        overlap_grad_reduce=config.sums_gradients,
         check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
     )
     inner = [Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk for chunk in chunks]
@@ -126,17 +127,12 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     wrapped = [
         DistributedDataParallel(megatron, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
     ]
-    if fast.overlap_grad_reduce:  # until the last micro-batch, gradients are added up on each rank
+    if config.sums_gradients:  # until the last micro-batch, gradients are added up on each rank
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
         megatron.no_sync_func = no_sync if len(wrapped) > 1 else no_sync[0]
     _freeze_expert_bias(megatron, chunks)
     rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)
     return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
-
-
-def padded_vocab_size(shape: ModelShape, *, tensor: int) -> int:
-    """Vocabulary size rounded up to a multiple of `tensor`: 117 ids on 4 ranks are 120."""
-    return -(-shape.vocab_size // tensor) * tensor
 
 
 def _build_chunk(
@@ -155,7 +151,7 @@ def _build_chunk(
             transformer_engine=transformer_engine,
             norms_all_heads=shape.family.norms_all_heads,
         ),
-        vocab_size=padded_vocab_size(shape, tensor=config.parallel.tensor),
+        vocab_size=math.ceil(shape.vocab_size / config.parallel.tensor) * config.parallel.tensor,
         max_sequence_length=shape.context_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
@@ -175,18 +171,13 @@ def _mark_weights(chunk: GPTModel) -> None:
     weight that it does not split itself, including experts. Megatron marks experts only with expert parallelism;
     without the mark and with expert_tensor != tensor, the gradients of experts would be summed over the wrong ranks.
     """
-    for name, weight in chunk.named_parameters():
-        name = local_name(name)
-        dimension = split_dimension(name, weight)
-        marks: dict[str, Any] = {
-            "tensor_model_parallel": dimension is not None,
-            "partition_dim": -1 if dimension is None else dimension,
-            "partition_stride": 1,
-        }
+    for full_name, parameter in chunk.named_parameters():
+        name, weight = local_name(full_name), cast(Any, parameter)
+        dimension = split_dimension(name, parameter)
+        weight.tensor_model_parallel = dimension is not None
+        weight.partition_dim, weight.partition_stride = -1 if dimension is None else dimension, 1
         if is_expert(name):
-            marks["allreduce"] = False
-        for mark, value in marks.items():
-            setattr(weight, mark, value)
+            weight.allreduce = False
 
 
 def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
@@ -204,31 +195,23 @@ def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel])
                 router._maintain_float32_expert_bias()  # pyright: ignore[reportPrivateUsage]
 
 
-def _platform(device: torch.device) -> Platform:
-    return Platform(
-        cuda=device.type == "cuda",
-        fused_permutation=moe_utils.HAVE_TE and moe_utils.fused_sort_chunks_by_index_with_probs is not None,
-    )
+def fusions(shape: ModelShape, device: torch.device) -> dict[str, bool]:
+    """Fused kernels of megatron on a device: its settings by name. On a CPU SwiGLU is not compiled, and slower.
+
+    Not used: moe_router_fusion, which bypasses router replay, and cross_entropy_loss_fusion, because the loss is a
+    function of logprobs and entropies. With overlap_param_gather a publish would wait for the gather. The token
+    dispatcher allgather does not take micro-batches of different sizes over a pipeline, and flex needs DeepEP.
+    """
+    on_gpu = device.type == "cuda"
+    orders = on_gpu and moe_utils.HAVE_TE and moe_utils.fused_sort_chunks_by_index_with_probs is not None
+    is_swiglu = not shape.megatron.get("glu_linear_offset") and not shape.megatron.get("add_bias_linear")
+    return {
+        "moe_permute_fusion": orders,
+        "bias_activation_fusion": on_gpu and is_swiglu,
+    }
 
 
-def _has_swiglu(shape: ModelShape) -> bool:
-    return not shape.megatron.get("glu_linear_offset") and not shape.megatron.get("add_bias_linear")
-
-
-def _transformer_config(
-    shape: ModelShape, config: TrainerConfig, device: torch.device, fast: FastPaths
-) -> TransformerConfig:
-    with warnings.catch_warnings():
-        # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
-        warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
-        megatron = _megatron_config(shape, config, device, fast)
-    megatron.finalize_model_grads_func = _sum_gradients
-    return megatron
-
-
-def _megatron_config(
-    shape: ModelShape, config: TrainerConfig, device: torch.device, fast: FastPaths
-) -> TransformerConfig:
+def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.device) -> TransformerConfig:
     parallel = config.parallel
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
@@ -243,6 +226,8 @@ def _megatron_config(
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor_size,
+        # All groups reduce gradients, without the division by a token count.
+        finalize_model_grads_func=lambda model, _tokens=None, **groups: finalize_model_grads(model, None, **groups),
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=quick_gelu if shape.megatron.get("glu_linear_offset") else F.silu,
@@ -255,13 +240,11 @@ def _megatron_config(
         perform_initialization=False,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=fast.bias_activation_fusion,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         cuda_graph_scope=[],
         moe_token_dispatcher_type="alltoall",
         moe_grouped_gemm=True,
-        moe_permute_fusion=fast.moe_permute_fusion,
         moe_router_load_balancing_type="aux_loss",
         moe_aux_loss_coeff=0.0,
         moe_router_dtype="fp32",
@@ -271,6 +254,7 @@ def _megatron_config(
         # The interleaved schedule gives wrong results with the default order of point-to-point messages.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        **fusions(shape, device),
         **_recompute(config),
     )
 
@@ -296,11 +280,6 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
             return {"recompute_granularity": "selective", "recompute_modules": [*config.recompute_modules]}
         case "full":
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _sum_gradients(model: list[Any], _num_tokens: Any = None, **kwargs: Any) -> None:
-    """Megatron's gradient reduction over all groups, without the division by a token count."""
-    finalize_model_grads(model, None, **kwargs)
 
 
 def _return_hidden_states(chunk: GPTModel) -> None:

@@ -49,23 +49,19 @@ def uses_transformer_engine(config: TrainerConfig, *, device: torch.device) -> b
     """
     if config.layer_spec == "local":
         return False
-    lacking = what_transformer_engine_lacks(device)
+    if device.type != "cuda":
+        lacking = f"this rank computes on {device.type}; give it a GPU"
+    elif not gpt_layer_specs.HAVE_TE:
+        lacking = "transformer_engine cannot be imported; install transformer-engine[pytorch]"
+    elif not is_te_min_version(_OLDEST_TE):
+        lacking = f"transformer_engine is {get_te_version()}; install {_OLDEST_TE} or later"
+    else:
+        lacking = ""
     if config.layer_spec == "auto":
         return not lacking and not config.lora.rank and config.dtype == "bfloat16"
     if lacking:
         raise ValueError(f"trainer.layer_spec is transformer_engine, but {lacking}, or use layer_spec=auto or local")
     return True
-
-
-def what_transformer_engine_lacks(device: torch.device) -> str:
-    """Why Transformer Engine cannot be used on `device`, and a fix; empty if it can be used."""
-    if device.type != "cuda":
-        return f"this rank computes on {device.type}; give it a GPU"
-    if not gpt_layer_specs.HAVE_TE:
-        return "transformer_engine cannot be imported; install transformer-engine[pytorch]"
-    if not is_te_min_version(_OLDEST_TE):
-        return f"transformer_engine is {get_te_version()}; install {_OLDEST_TE} or later"
-    return ""
 
 
 def layer_specs(

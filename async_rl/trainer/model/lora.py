@@ -15,7 +15,7 @@ of rank / tokens of the layer's own multiplications. The merged weight and its g
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -46,33 +46,43 @@ class Adapter(nn.Module):
 
 
 class LayerAdapters(nn.ModuleDict):
-    """Adapters of one linear layer with one or several projections (q, k and v; gate and up).
+    """Adapters of one linear layer with one or several projections (q, k and v; gate and up), by Hugging Face name.
+
+    There are none if none of the layer's projections is a target.
 
     Args:
-        adapters: Hugging Face name of a projection -> its adapter.
-        names: tensors of the checkpoint that form the weight of the layer, or of its first expert.
-        outputs: rows of each such tensor on this rank.
-        query_groups: number of key-value heads on this rank.
-        scale: factor of B A.
-        split: ranks with parts of the weight, or of its rows of tokens.
-        dimension: dimension of the weight, of the layer or of an expert, that is split; None if each rank has the
-            complete weight for some of the tokens.
+        name: local name of the weight of the layer, or of all experts of a rank.
+        weight: this rank's part of it.
+        config: rank, scale and layers.
+        shape: properties of the model.
+        seed: number that fixes the initial values.
+        megatron: megatron's config.
     """
 
     def __init__(
-        self,
-        adapters: Mapping[str, Adapter],
-        *,
-        names: WeightNames,
-        outputs: Sequence[int],
-        query_groups: int,
-        scale: float,
-        split: Split,
-        dimension: int | None,
+        self, name: str, weight: Any, *, config: LoraConfig, shape: ModelShape, seed: int, megatron: Any
     ) -> None:
-        super().__init__(dict(adapters))
-        self._names, self._outputs, self._query_groups = names, outputs, query_groups
-        self._scale, self._split, self._dimension = scale, split, dimension
+        super().__init__()
+        expert, outer = is_expert(name), weight.dim() - 2
+        names = [weight_names(shape, local) for local, _ in numbered(name, weight, config=megatron)]
+        # The dimension that is split; None if each rank has the complete weight for some of the tokens.
+        dimension = None if weight.partition_dim < 0 else weight.partition_dim - outer
+        split = Split.of(name)
+        groups = num_query_groups(megatron, split if dimension == 0 else None)
+        outputs = _outputs(names[0].kind, weight.shape[-2], key_rows=groups * megatron.kv_channels)
+        for fulls, rows in zip(zip(*(n.names for n in names), strict=True), outputs, strict=True):
+            if config.target_modules and module_name(fulls[0]) not in config.target_modules:
+                continue
+            inputs = weight.shape[-1] * (split.size if dimension == 1 else 1)
+            parts = [_initial(full, rank=config.rank, inputs=inputs, seed=seed) for full in fulls]
+            a = torch.stack(parts) if outer else parts[0]
+            if dimension == 1:
+                a = a.chunk(split.size, dim=-1)[split.rank].contiguous()
+            adapter = self[module_name(fulls[0])] = Adapter(a.to(weight.device), outputs=rows)
+            _mark(adapter.a, dimension=outer + 1 if dimension == 1 else None, split=split, expert=expert)
+            _mark(adapter.b, dimension=outer if dimension == 0 else None, split=split, expert=expert)
+        self._names, self._outputs, self._query_groups = names[0], outputs, groups
+        self._scale, self._split, self._dimension = config.alpha / config.rank, split, dimension
 
     def merge(self, weight: Tensor, *, expert: int | None = None) -> Tensor:
         """The weight that the layer uses, in the shape and dtype of `weight`.
@@ -119,11 +129,13 @@ def add_adapters(chunks: Sequence[GPTModel], *, config: LoraConfig, shape: Model
         chunk.requires_grad_(False)
         if chunk.pre_process:
             # A recomputed layer whose input needs no gradient would give none to its adapters.
-            chunk.embedding.register_forward_hook(_require_gradient)
+            chunk.embedding.register_forward_hook(
+                lambda _module, _inputs, output: output.requires_grad_(torch.is_grad_enabled())
+            )
     for name, weight in list(named_tensors(chunks)):
         if (layer := layers.get(id(weight))) is None:
             continue
-        adapters = _layer_adapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
+        adapters = LayerAdapters(name, weight, config=config, shape=shape, seed=seed, megatron=chunks[0].config)
         if len(adapters):
             layer.lora = cast(Any, weight).lora = adapters  # of the weight for exported_value
             layer._forward_impl = _merging(layer._forward_impl, adapters)
@@ -138,39 +150,6 @@ def adapter_names(shape: ModelShape, name: str) -> WeightNames:
     projection, _, matrix = rest.rpartition(".")
     (found,) = [n for n in weight_names(shape, f"{layer}.weight").names if module_name(n) == projection]
     return WeightNames("direct", (f"{found.removesuffix('.weight')}.lora_{matrix.upper()}.weight",))
-
-
-def _layer_adapters(
-    name: str, weight: Any, *, config: LoraConfig, shape: ModelShape, seed: int, megatron: Any
-) -> LayerAdapters:
-    """Adapters of the layer with the weight `name`, on the device of the weight; none if its modules are no target."""
-    expert, outer = is_expert(name), weight.dim() - 2
-    names = [weight_names(shape, local) for local, _ in numbered(name, weight, config=megatron)]
-    dimension = None if weight.partition_dim < 0 else weight.partition_dim - outer
-    split = Split.expert_tensor() if expert else Split.tensor()
-    groups = num_query_groups(megatron, split if dimension == 0 else None)
-    outputs = _outputs(names[0].kind, weight.shape[-2], key_rows=groups * megatron.kv_channels)
-    adapters: dict[str, Adapter] = {}
-    for fulls, rows in zip(zip(*(n.names for n in names), strict=True), outputs, strict=True):
-        if config.target_modules and module_name(fulls[0]) not in config.target_modules:
-            continue
-        inputs = weight.shape[-1] * (split.size if dimension == 1 else 1)
-        parts = [_initial(full, rank=config.rank, inputs=inputs, seed=seed) for full in fulls]
-        a = torch.stack(parts) if outer else parts[0]
-        if dimension == 1:
-            a = a.chunk(split.size, dim=-1)[split.rank].contiguous()
-        adapter = adapters[module_name(fulls[0])] = Adapter(a.to(weight.device), outputs=rows)
-        _mark(adapter.a, dimension=outer + 1 if dimension == 1 else None, split=split, expert=expert)
-        _mark(adapter.b, dimension=outer if dimension == 0 else None, split=split, expert=expert)
-    return LayerAdapters(
-        adapters,
-        names=names[0],
-        outputs=outputs,
-        query_groups=groups,
-        scale=config.alpha / config.rank,
-        split=split,
-        dimension=dimension,
-    )
 
 
 def _outputs(kind: Kind, rows: int, *, key_rows: int) -> list[int]:
@@ -207,12 +186,6 @@ def _mark(parameter: Any, *, dimension: int | None, split: Split, expert: bool) 
     if expert:
         parameter.allreduce = False
         parameter.shared = dimension is None and split.rank > 0
-
-
-def _require_gradient(_module: object, _inputs: object, output: Tensor) -> None:
-    """Forward hook: let autograd follow the output of frozen weights."""
-    if torch.is_grad_enabled():
-        output.requires_grad_()
 
 
 class _Merged(NamedTuple):

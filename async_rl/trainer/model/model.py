@@ -223,6 +223,16 @@ class TrainerConfig:
         """Ranks that see different sequences."""
         return self.ranks // self.parallel.model_ranks
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether several ranks have the same weights, dense ones or those of experts, and sum their gradients.
+
+        2 ranks with tensor=2 and expert_tensor=1 have the same experts.
+        """
+        parallel = self.parallel
+        dense, expert = parallel.tensor, parallel.expert * parallel.expert_tensor_size
+        return self.ranks // (min(dense, expert) * parallel.pipeline) > 1
+
 
 def rank_environment(config: TrainerConfig) -> dict[str, str]:
     """Environment variables that must be set when the process of a rank starts."""

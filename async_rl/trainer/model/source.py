@@ -17,13 +17,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from async_rl.trainer.distributed import expert_group, expert_tensor_group, tensor_group
+from async_rl.trainer.distributed import expert_group, expert_tensor_group
 from async_rl.trainer.model.convert import (
     STACKED,
+    Split,
     expert_of,
     exported_value,
     glue_parts,
-    named_adapters,
     named_weights,
     split_names,
     split_of,
@@ -69,8 +69,8 @@ class WeightSource:
         self._config = chunks[0].config
         self._device: torch.device = next(chunks[0].parameters()).device
         self._vocab_size = shape.vocab_size
-        local, names_of = (named_adapters, adapter_names) if adapters else (named_weights, weight_names)
-        parameters = _parameters(local(chunks), names_of, shape=shape)
+        names_of = adapter_names if adapters else weight_names
+        parameters = _parameters(named_weights(chunks, adapters=adapters), names_of, shape=shape)
         self._parameters = {parameter.names[0]: parameter for parameter in parameters}
         mine = [
             Unit(tuple(self._specs(parameter)))
@@ -152,8 +152,9 @@ class WeightSource:
     def _glued(self, parameter: _Parameter, weight: Tensor) -> Tensor | None:
         """The complete tensor of a parameter on its owner, or on the first expert-tensor rank if it is stacked."""
         value, split = exported_value(weight), split_of(parameter.name, weight)
-        group = expert_tensor_group() if is_expert(parameter.name) else tensor_group()
-        owner = dist.get_global_rank(group, 0) if parameter.kind in STACKED else parameter.owner
+        owner = (
+            dist.get_global_rank(Split.of(parameter.name).group, 0) if parameter.kind in STACKED else parameter.owner
+        )
         if split is None:
             return value if owner == dist.get_rank() else None
         parts = _gather(value.contiguous(), split.group, owner=owner)
@@ -181,9 +182,9 @@ def _parameters(
         names = names_of(shape, name)
         if not first[is_expert(name)] or (name == "output_layer.weight" and shape.tied):
             continue
-        group: dist.ProcessGroup = expert_tensor_group() if is_expert(name) else tensor_group()
         if names.kind not in STACKED:
-            owner = dist.get_global_rank(group, number % group.size())
+            split = Split.of(name)
+            owner = dist.get_global_rank(split.group, number % split.size)
             yield _Parameter(name, names.kind, names.names, owner, {0: weight})
             continue
         owner = _first_expert_rank()

@@ -12,25 +12,35 @@ from __future__ import annotations
 
 import errno
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from async_rl.files.atomic_dir import partial_folder, publish_folder, recover_folder
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.model.families import ModelShape
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.trainer.state.shards import CopiedShards, copy_shards, read_shards, stored_files, write_shards
 from async_rl.weights.pretrained import sampled_digest
 from message_queue.errors import AsyncRLError
 
 Value = TypeVar("Value")
+CopiedShards = dict[str, Any]
+"""Name of a tensor or value -> the part that this rank writes, in torch's types, in memory of the CPU."""
 FORMAT = 3
 _MANIFEST = "trainer.json"
 
@@ -60,6 +70,8 @@ class Manifest:
 def copy_state(directory: Path, state: dict[str, Any], *, ranks: ProcessGroups) -> CopiedShards:
     """Copy nested shards for `write_state`, and begin checkpoint `directory`. Collective.
 
+    Of replicated parts one rank has a copy. `state` must not be used afterwards.
+
     Raises:
         OSError: the disk has no free space or is not writable.
     """
@@ -70,11 +82,16 @@ def copy_state(directory: Path, state: dict[str, Any], *, ranks: ProcessGroups) 
         unfinished.mkdir(parents=True)
 
     _on_first_rank(prepare, ranks.gather)
-    return copy_shards(unfinished, state)
+    copies = _Copies("torch_dist", 1)
+    dist_checkpointing.save(state, str(unfinished), sharded_strategy=copies)
+    return copies.shards
 
 
 def write_state(directory: Path, shards: CopiedShards, *, manifest: Manifest, ranks: ProcessGroups) -> None:
     """Write checkpoint `directory`. It appears when all files are on disk. Collective in `ranks.saving`.
+
+    Megatron's own strategies fork a process per file. This is unsafe in a rank with gloo, NCCL or CUDA threads, and
+    errors in that process have no errno.
 
     Raises:
         OSError: the disk has no free space or is not writable; raised on all ranks. An existing checkpoint is
@@ -89,12 +106,20 @@ def write_state(directory: Path, shards: CopiedShards, *, manifest: Manifest, ra
 
     try:
         try:
-            write_shards(unfinished, shards, group=ranks.saving)
-        except CheckpointException as error:
-            raise _os_error(error, unfinished) from error
+            save(
+                shards,
+                storage_writer=FileSystemWriter(unfinished, sync_files=True),
+                planner=torch_strategies.MCoreSavePlanner(flatten_state_dict=False),
+                process_group=ranks.saving,
+            )
+        except CheckpointException as error:  # of all ranks
+            cause = next(iter(error.failures.values()))[0]
+            number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
+            reason = f"a rank could not write its part of the checkpoint: {cause}"
+            raise OSError(number, reason, str(unfinished)) from error
         mine = [path for path in unfinished.iterdir() if _writer(path) == ranks.rank]
-        files = {name: value for part in gather(_hashes(mine)) for name, value in part.items()}
-        if gone := sorted(_on_first_rank(lambda: stored_files(unfinished), gather) - files.keys()):
+        files = {name: digest for part in gather({p.name: _hash(p) for p in mine}) for name, digest in part.items()}
+        if gone := sorted(_on_first_rank(lambda: _stored_files(unfinished), gather) - files.keys()):
             raise FileNotFoundError(errno.ENOENT, f"{', '.join(gone)} vanished while they were saved", str(unfinished))
         document = msgspec.json.encode({"format": FORMAT, "manifest": manifest, "files": files})
         _on_first_rank(finish, gather)
@@ -117,16 +142,15 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGr
     """
     manifest, hashes = _on_first_rank(lambda: _read_manifest(directory), ranks.gather)
     mine = [directory / name for name in sorted(hashes)[ranks.rank :: ranks.size]]
-    wrong = [problem for part in ranks.gather(_problems(mine, hashes)) for problem in part]
-    if wrong:
+    found = ranks.gather([_problem(path, hashes[path.name]) for path in mine])
+    if wrong := [problem for part in found for problem in part if problem]:
         raise TrainerCheckpointError(f"{directory} is damaged: {'; '.join(wrong)}; restore from an older checkpoint")
-    found = manifest.model
-    differing = [
-        f"{name} is {found.get(name)!r} there and {model.get(name)!r} here"
-        for name in sorted({*found, *model})
-        if found.get(name) != model.get(name)
-    ]
-    if differing:
+    theirs = manifest.model
+    if differing := [
+        f"{name} is {theirs.get(name)!r} there and {model.get(name)!r} here"
+        for name in sorted({*theirs, *model})
+        if theirs.get(name) != model.get(name)
+    ]:
         raise TrainerCheckpointError(
             f"{directory} is of another model: {'; '.join(differing)}; give one of this model and these settings"
         )
@@ -140,8 +164,7 @@ def require_complete(directory: Path) -> None:
         TrainerCheckpointError: the folder, its manifest or a file is missing.
     """
     _, hashes = _read_manifest(directory)
-    missing = sorted(name for name in hashes if not (directory / name).is_file())
-    if missing:
+    if missing := sorted(name for name in hashes if not (directory / name).is_file()):
         raise TrainerCheckpointError(
             f"{directory} lacks {', '.join(missing)}, which ranks wrote on another machine; use a shared disk"
         )
@@ -165,7 +188,9 @@ def load_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
             some tensors may have been loaded.
     """
     try:
-        return read_shards(directory, state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # megatron uses deprecated names of torch
+            return cast(dict[str, Any], dist_checkpointing.load(state, str(directory)))
     except Exception as error:
         raise TrainerCheckpointError(
             f"{directory} does not fit this trainer: {error}; give a checkpoint of the same model"
@@ -227,28 +252,39 @@ def _read_manifest(directory: Path) -> tuple[Manifest, dict[str, str]]:
     raise TrainerCheckpointError(f"{path} has format {found}; this version reads format {FORMAT}")
 
 
-def _hashes(paths: Sequence[Path]) -> dict[str, str]:
-    return {path.name: _hash(path) for path in paths}
-
-
 def _hash(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def _problems(paths: Sequence[Path], expected: Mapping[str, str]) -> list[str]:
-    found: list[str] = []
-    for path in paths:
-        try:
-            if _hash(path) != expected[path.name]:
-                found.append(f"{path.name} has changed since it was written")
-        except OSError as error:
-            found.append(f"{path.name} cannot be read ({error.strerror})")
-    return found
+def _problem(path: Path, expected: str) -> str | None:
+    """How a file differs from its hash; None if it does not."""
+    try:
+        return f"{path.name} has changed since it was written" if _hash(path) != expected else None
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
 
 
-def _os_error(error: CheckpointException, partial: Path) -> OSError:
-    """The first error that torch gathered from the ranks, as an OSError."""
-    cause = next(iter(error.failures.values()))[0]
-    number = cause.errno if isinstance(cause, OSError) and cause.errno else errno.EIO
-    return OSError(number, f"a rank could not write its part of the checkpoint: {cause}", str(partial))
+def _stored_files(directory: Path) -> set[str]:
+    """Names of all files that a checkpoint needs; its index names those of the tensors."""
+    stored = FileSystemReader(directory).read_metadata().storage_data
+    return {".metadata", "common.pt", "metadata.json", *(place.relative_path for place in stored.values())}
+
+
+class _Copies(SaveShardedStrategy):
+    """Takes what this rank has to write; megatron checks the shards and writes the rest."""
+
+    shards: CopiedShards
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        parts, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(  # pyright: ignore[reportPrivateUsage]
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        for part in chain.from_iterable(parts.values()):
+            if isinstance(part, ShardedTensor):  # the others are serialized below
+                part.data = cast(Tensor, part.data).detach().to("cpu", copy=True)
+        self.shards = torch_strategies.mcore_to_pyt_state_dict(parts)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return True

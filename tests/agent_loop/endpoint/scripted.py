@@ -11,11 +11,10 @@ import anthropic
 import openai
 
 from agent_loop.loop import Message, Prompt, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, TokenAnswer, arguments_text
+from agent_loop.programs.conversation import ChatAnswer, NoRolloutWaiting, SessionEnded, arguments_text
 from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.errors import NoRolloutWaiting, SessionEnded
+from agent_loop.programs.endpoint.host import OpenedSession, key_digest, new_key
 from agent_loop.programs.endpoint.server import serve
-from agent_loop.programs.endpoint.sessions import OpenedSession, key_digest, new_key
 
 RUN_KEY = "key-of-the-run"
 ASK = {"role": "user", "content": "weather in Oslo?"}
@@ -26,7 +25,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "Fore
 
 def answer(content="4 degrees", *, calls=(), reasoning=None, finish=None, **fields):
     message = Message(role="assistant", content=content, reasoning=reasoning, tool_calls=tuple(calls))
-    counts = {"prompt_tokens": 11, "cached_tokens": 8, "completion_tokens": 2}
+    counts = {"prompt_tokens": 11, "cached_tokens": 8}
     sampled = {"token_ids": (5, 6), "logprobs": (-0.5, -0.25)}
     finish = finish or ("tool_calls" if calls else "stop")
     return ChatAnswer(message=message, finish=finish, **(counts | sampled | fields))
@@ -39,7 +38,7 @@ class ScriptedSession:
     """Gives the answers of `script`, then repeats the last one; an exception in it is raised."""
 
     def __init__(self, name):
-        self.id, self.key = name, new_key()
+        self.name, self.key = name, new_key()
         self.agents = ("planner", "solver")
         self.status = "open"
         self.script = [answer()]
@@ -59,8 +58,7 @@ class ScriptedSession:
         self.requests.append(request)
         self.asked.set()
         await self.go.wait()
-        found = self._next()
-        return TokenAnswer(token_ids=found.token_ids, logprobs=found.logprobs, finish="length", cached_tokens=2)
+        return self._next()
 
     def count_tokens(self, request):
         self.requests.append(request)
@@ -84,7 +82,7 @@ class ScriptedSession:
 
     def _check_open(self):
         if self.status != "open":
-            raise SessionEnded(self.id)
+            raise SessionEnded(self.name)
 
 
 class ScriptedHost:
@@ -102,7 +100,7 @@ class ScriptedHost:
             raise NoRolloutWaiting(retry_after_s=2.5)
         session = ScriptedSession(f"rollout-{len(self.sessions)}")
         self.sessions[key_digest(session.key)] = session
-        return OpenedSession(id=session.id, api_key=session.key, prompt=self.prompt)
+        return OpenedSession(id=session.name, api_key=session.key, prompt=self.prompt)
 
     def session_of(self, key):
         return self.sessions.get(key_digest(key))

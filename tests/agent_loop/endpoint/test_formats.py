@@ -15,13 +15,19 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import TokenAnswer, TokenRequest
+from agent_loop.programs.conversation import (
+    ContextFull,
+    EndpointError,
+    RequestError,
+    SessionEnded,
+    SessionFailed,
+    TokenRequest,
+)
 from agent_loop.programs.endpoint import chat_completions, messages, responses, tokens
-from agent_loop.programs.endpoint.errors import ContextFull, EndpointError, RequestError, SessionEnded, SessionFailed
-from agent_loop.programs.endpoint.wire import Call
+from agent_loop.programs.endpoint.body import Call
 from tests.agent_loop.endpoint.scripted import ASK, CALL, CALLING, SCHEMA, TOOL, answer, sse_data
 
-TOKENS = TokenAnswer(token_ids=(5, 6), logprobs=(-0.5, -0.25), finish="length", cached_tokens=2)
+TOKENS = answer(finish="length", prompt_tokens=3, cached_tokens=2)
 BODIES = {
     chat_completions: {"model": "planner", "messages": [ASK]},
     responses: {"model": "planner", "input": [ASK]},
@@ -200,17 +206,17 @@ ANSWERS = {
 def test_answers_and_events_have_the_types_of_the_sdks(found):
     body = BODIES[chat_completions] | {"logprobs": True, "stream_options": {"include_usage": True}}
     ChatCompletion.model_validate(chat_completions.write(found, call(body)))
-    for chunk in sse_data("".join(chat_completions.events(found, call(body)))):
+    for chunk in sse_data(chat_completions.FORMAT.stream(found, call(body))):
         ChatCompletionChunk.model_validate(chunk)
     asked = call(BODIES[responses])
     Response.model_validate(responses.write(found, asked))
-    events = sse_data("".join(responses.events(found, asked)))
+    events = sse_data(responses.FORMAT.stream(found, asked))
     for event in events:
         TypeAdapter(ResponseStreamEvent).validate_python(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     asked = call(BODIES[messages])
     AnthropicMessage.model_validate(messages.write(found, asked))
-    for event in sse_data("".join(messages.events(found, asked))):
+    for event in sse_data(messages.FORMAT.stream(found, asked)):
         TypeAdapter(RawMessageStreamEvent).validate_python(event)
 
 
@@ -220,7 +226,7 @@ def test_answers_in_tokens_have_the_types_of_vllm():
     asked = call(BODIES[tokens] | {"stream_options": {"include_usage": True}, "return_token_ids": True})
     whole = protocol.GenerateTokensResponse.model_validate(tokens.write(TOKENS, asked))
     first, last = (
-        protocol.GenerateTokensStreamResponse.model_validate(e) for e in sse_data("".join(tokens.events(TOKENS, asked)))
+        protocol.GenerateTokensStreamResponse.model_validate(e) for e in sse_data(tokens.FORMAT.stream(TOKENS, asked))
     )
     for found in (whole, first):
         (choice,) = found.choices
@@ -287,18 +293,18 @@ def test_a_full_context_has_the_code_or_text_that_agents_look_for():
 
 def test_an_error_of_a_stream_is_an_event_of_the_format():
     error = SessionEnded("rollout-0")
-    assert sse_data(chat_completions.error_event(error)) == [chat_completions.error(error)]
-    (event,) = sse_data(responses.error_event(error))
+    assert sse_data(chat_completions.FORMAT.error_event(error)) == [chat_completions.error(error)]
+    (event,) = sse_data(responses.FORMAT.error_event(error))
     assert TypeAdapter(ResponseStreamEvent).validate_python(event).code == "session_ended"
-    assert messages.error_event(error).startswith("event: error\n")
-    assert sse_data(messages.error_event(error)) == [messages.error(error)]
+    assert messages.FORMAT.error_event(error).startswith("event: error\n")
+    assert sse_data(messages.FORMAT.error_event(error)) == [messages.error(error)]
 
 
 def test_logprobs_are_sent_when_they_are_asked_for():
     asked = call(BODIES[chat_completions] | {"logprobs": True})
     whole = chat_completions.write(answer(), asked)["choices"][0]["logprobs"]["content"]
     assert [(token["token"], token["logprob"]) for token in whole] == [("token_id:5", -0.5), ("token_id:6", -0.25)]
-    first, *rest = sse_data("".join(chat_completions.events(answer(), asked)))
+    first, *rest = sse_data(chat_completions.FORMAT.stream(answer(), asked))
     assert first["choices"][0]["logprobs"]["content"] == whole
     of_tokens = tokens.write(TOKENS, call(BODIES[tokens]))["choices"][0]["logprobs"]["content"]
     assert [(each["token_id"], each["token"], each["logprob"]) for each in of_tokens] == [
@@ -393,7 +399,7 @@ def test_any_body_is_read_and_answered_or_refused(form, fields, at, value):
         return
     found = TOKENS if form is tokens else CALLING
     json.dumps(form.write(found, asked))
-    assert "".join(form.events(found, asked))
+    assert form.FORMAT.stream(found, asked)
 
 
 def altered(body, *, at, value):

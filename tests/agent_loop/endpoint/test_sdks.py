@@ -7,8 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import arguments_text
-from agent_loop.programs.endpoint.errors import ContextFull, RequestError, SessionEnded, SessionFailed
+from agent_loop.programs.conversation import ContextFull, RequestError, SessionEnded, SessionFailed, arguments_text
 from tests.agent_loop.endpoint.scripted import (
     ASK,
     CALL,

@@ -67,8 +67,8 @@ async def test_late_calls_of_a_session_conflict():
     async with serving() as (host, session):
         session.end()
         calls = {
-            f"/sessions/{session.id}/reward": {"reward": 1.0},
-            f"/sessions/{session.id}/end": {},
+            f"/sessions/{session.name}/reward": {"reward": 1.0},
+            f"/sessions/{session.name}/end": {},
             "/v1/chat/completions": CHAT,
             "/v1/messages": MESSAGE,
             "/inference/v1/generate": TOKENS,
@@ -76,7 +76,7 @@ async def test_late_calls_of_a_session_conflict():
         for path, body in calls.items():
             status, headers, _ = await request(host, path, key=session.key, body=body)
             assert (status, headers["x-should-retry"]) == (409, "false")
-        status, _, state = await request(host, f"/sessions/{session.id}", key=session.key, method="GET")
+        status, _, state = await request(host, f"/sessions/{session.name}", key=session.key, method="GET")
         assert (status, state["status"]) == (200, "ended")
 
 
@@ -90,7 +90,7 @@ async def test_without_a_waiting_rollout_a_session_is_asked_for_later():
 @pytest.mark.parametrize("reward", [None, True, "1", {}, [1.0], {"planner": None}, {"planner": True}, 10**40, -1e31])
 async def test_a_reward_that_is_no_number_is_refused(reward):
     async with serving() as (host, session):
-        path = f"/sessions/{session.id}/reward"
+        path = f"/sessions/{session.name}/reward"
         status, _, found = await request(host, path, key=session.key, body={"reward": reward})
         assert (status, found["error"]["param"].partition(".")[0]) == (400, "reward")
         assert session.rewards == []

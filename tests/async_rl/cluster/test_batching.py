@@ -92,9 +92,15 @@ class Handle:
         return pickle.loads(pickle.dumps(replies))
 
 
+def serving(service, *refusals):
+    server = BatchingServer()
+    server.serve(service, refusals=refusals)
+    return server
+
+
 def make(*, timeout_s=60.0):
     service = Service()
-    handle = Handle(BatchingServer(service, refusals=(Refusal,)))
+    handle = Handle(serving(service, Refusal))
     return client_of(handle, timeout_s=timeout_s), handle, service
 
 
@@ -246,7 +252,7 @@ def test_batching_every_call_gets_its_own_reply_once(seed):
 
     async def run():
         service = Service()
-        handle = Handle(BatchingServer(service, refusals=()), jitter=lambda: rng.randrange(5))
+        handle = Handle(serving(service), jitter=lambda: rng.randrange(5))
         clients = [client_of(handle, name) for name in ("a", "b")]
 
         async def one(number):
@@ -273,7 +279,7 @@ async def test_batching_callers_of_many_replies_continue_a_part_at_a_time(monkey
     monkeypatch.setattr(batching, "MAX_REPLIES", 40)
     monkeypatch.setattr(batching, "REPLIES_AT_ONCE", 8)
     service = Service()
-    handle = Handle(BatchingServer(service, refusals=()))
+    handle = Handle(serving(service))
     clients = [client_of(handle, name) for name in ("one", "two")]
     woken, in_iteration = 0, []
 

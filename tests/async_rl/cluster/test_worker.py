@@ -16,7 +16,7 @@ from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.task import build_task
 from async_rl.rollout.worker import RolloutWorker
-from message_queue.contract import Admission
+from message_queue.trajectory import Admission
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.tokenizer import build_tokenizer
@@ -135,9 +135,8 @@ async def test_blocked_worker_delays_a_publish_no_longer_than_a_stop(first, call
     async with asyncio.timeout(30):
         await publish
         await dispatcher.end()
-    name = f"{call.__name__}_tools"
-    assert blocked.calls == [name, "flush"]
-    assert [made for made in free.calls if made != "flush"] == [name, "end"]
+    assert blocked.calls == ["adopt", "flush"]
+    assert [made for made in free.calls if made != "flush"] == ["adopt", "end"]
 
 
 @pytest.mark.parametrize("call", [RolloutWorker.end, RolloutWorker.flush])

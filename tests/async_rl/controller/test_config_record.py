@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from async_rl.config import load_config
-from async_rl.controller.config_record import record_config
+from async_rl.controller.resume import record_config
 
 
 def configs(directory):

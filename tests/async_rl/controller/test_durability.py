@@ -12,8 +12,8 @@ from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_stat
 from async_rl.controller.resume import Resume
 from async_rl.files.atomic_dir import partial_folder, publish_folder, sync_path
 from async_rl.files.rollouts import FOLDER, recorded_steps, write_step
-from async_rl.metrics.recorder import Recorder, StepRecord
-from async_rl.metrics.truncation import ENDED_UNRECORDED, RECORD_LOST, missing_records
+from async_rl.metrics.recorder import ENDED_UNRECORDED, RECORD_LOST, Recorder, missing_records
+from async_rl.metrics.registry import StepRecord
 from async_rl.rollout.group_contents import StoredContent
 from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts

@@ -7,8 +7,8 @@ import pytest
 
 from agent_loop.programs.program import external
 from async_rl.config import ConfigError, load_config
-from async_rl.controller.config_record import another_run, record_config
 from async_rl.controller.preflight import check_run, model_problems
+from async_rl.controller.resume import another_run, record_config
 from async_rl.metrics import trackers
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.tokenizer import build_tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from async_rl.controller.prepare import recorded_groups
-from message_queue.contract import Admission
+from message_queue.trajectory import Admission
 from tests.helpers.groups import head_for
 
 HEADS = [head_for(Admission(group=g, prompt=g, admitted_version=0, admitted_update=0)) for g in range(20)]

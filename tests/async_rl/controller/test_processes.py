@@ -270,7 +270,7 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(first, error, f
     run_parts = SimpleNamespace(
         recorder=SimpleNamespace(warn=notes.append),
         publisher=SimpleNamespace(resume=resume),
-        processes=SimpleNamespace(replace_trainer=replace_trainer),
+        replace_trainer=replace_trainer,
     )
     recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, resume=None)
     monkeypatch.setattr(recovery, "_run_once", run_once)

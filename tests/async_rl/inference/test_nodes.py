@@ -15,7 +15,7 @@ from async_rl.inference.nodes import NUM_PORTS, NodePlace, NodeProcess, node_env
 from async_rl.inference.select import own_variables
 from async_rl.inference.sglang.config import SglangConfig, server_arguments
 from async_rl.inference.vllm.config import VllmConfig, engine_args
-from async_rl.weights.store import on_this_node
+from async_rl.weights.digest import on_this_node
 from tests.async_rl.inference.test_serving import EVERY, QWEN, check
 
 HOST = "127.0.0.1"
@@ -59,6 +59,18 @@ async def test_node_process_takes_its_group_along_and_reports_the_exit_code(grou
     assert await report == f"engine process {process.pid} died, exit code -9"
     await until_ended(child)
     await watched.stop()  # has no effect
+
+
+async def test_node_process_tells_of_its_death_before_anyone_who_waits_but_not_of_a_stop(group):
+    process, _ = group
+    watched, told = NodeProcess(process.pid, wait=process.wait), []
+    watched.watch(told.append)
+    process.kill()
+    assert told == [await watched.until_dead()] == [watched.death]
+    watched.watch(told.append)
+    assert len(told) == 2, "of a process that is dead, at once"
+    await watched.stop()
+    assert len(told) == 2
 
 
 async def test_node_process_stops_with_its_group(group):

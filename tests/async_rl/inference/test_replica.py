@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference import replica as replica_module
+from async_rl.inference import gate
 from async_rl.inference.checks import weight_label
+from async_rl.inference.gate import until_finished
 from async_rl.inference.loads import RankLoad
-from async_rl.inference.replica import UNKNOWN_LABEL, DeliveryError, EngineReplica, until_finished
+from async_rl.inference.replica import UNKNOWN_LABEL, DeliveryError, EngineReplica
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.group import UNDELIVERED
 from async_rl.weights.live import LiveWeights
@@ -266,7 +267,7 @@ async def test_death_of_another_node_is_the_reason_when_the_own_engine_dies_with
 
 
 async def test_death_of_the_own_engine_alone_is_the_reason_after_a_moment(monkeypatch):
-    monkeypatch.setattr(replica_module, "NODE_NOTICE_S", 0.01)
+    monkeypatch.setattr(gate, "NODE_NOTICE_S", 0.01)
     replica = over_nodes(OtherNode())
     task = await in_flight(replica)
     replica.backend.die("engine process 5 died")
@@ -282,7 +283,7 @@ async def test_death_of_the_own_engine_alone_is_the_reason_after_a_moment(monkey
     ("error", "notice_s", "waits"), [(EngineError("refused"), 30.0, False), (ReplicaLostError("dead"), 0.2, True)]
 )
 async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error, notice_s, waits):
-    monkeypatch.setattr(replica_module, "NODE_NOTICE_S", notice_s)
+    monkeypatch.setattr(gate, "NODE_NOTICE_S", notice_s)
     replica = over_nodes(OtherNode())
     replica.backend.fault = error
     replica.backend.go.set()
@@ -341,7 +342,6 @@ async def test_abort_after_a_load_ends_a_frozen_request():
     assert await replica.abort() == 1
     [segment] = await task
     assert segment.stop_reason is StopReason.ABORT
-    assert (await replica.stats()).tokens_sampled == 1
 
 
 @pytest.mark.parametrize(

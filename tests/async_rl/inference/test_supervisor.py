@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_rl.inference.gate import ReplicaStats
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
-from async_rl.inference.replica import ReplicaStats
 from async_rl.inference.stub import InProcess
 from async_rl.inference.supervisor import SupervisionConfig, Supervisor
 from async_rl.rollout.dispatcher import Dispatcher
@@ -26,7 +26,7 @@ from tests.helpers.fakes.rollouts import RolloutsHere
 
 MODES = {"at_once": {}, "rolling": {"max_paused": 1}, "staged": {"staged": True}}
 CALLS = ("fetch", "stage", "pause", "abort", "load", "checksum", "resume", "stats")
-STATS = ReplicaStats(busy_seconds=0.0, in_flight=0, tokens_sampled=0)
+STATS = ReplicaStats(busy_seconds=0.0, in_flight=0)
 SETTLED_S = 60.0
 
 

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from async_rl.metrics.live import serve
+from async_rl.metrics.pages import serve
 from async_rl.metrics.recorder import Recorder
-from tests.async_rl.metrics.test_observe import Null
 from tests.async_rl.metrics.test_pages import STEPS, count_is, drawing, make_run, record_steps
 from tests.async_rl.metrics.test_viewer import row, write
 from tests.helpers.chromium import CHROMIUM, browser
@@ -106,7 +105,7 @@ async def test_pages_of_a_living_run_renew_and_keep_what_the_reader_chose(tmp_pa
                 "document.querySelector('[data-topic=Loss]').open = true; scrollTo(0, 300);"
                 f"Plotly.relayout({drawing('Reward')}, {{'xaxis.range[0]': 1, 'xaxis.range[1]': 3}}); void 0"
             )
-            recorder = Recorder(run, console=Null())
+            recorder = Recorder(run, console=None)
             record_steps(recorder, range(STEPS + 1, STEPS + 3))
             recorder.close()
             await page.until(f"{drawing('Throughput')}.data[1].x.length === {STEPS + 2}")

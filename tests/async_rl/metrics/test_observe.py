@@ -23,8 +23,8 @@ from async_rl.files.rollouts import FOLDER, write_step
 from async_rl.metrics.console import _COLUMNS, LiveView, RunConsole
 from async_rl.metrics.curves import draw_curves
 from async_rl.metrics.lengths import Lengths, survival
-from async_rl.metrics.recorder import Recorder, StepRecord
-from async_rl.metrics.registry import METRICS, batch_metrics, metric_of, of_layer, staleness_histogram
+from async_rl.metrics.recorder import ENDED_UNRECORDED, Recorder
+from async_rl.metrics.registry import METRICS, StepRecord, batch_metrics, metric_of, of_layer, staleness_histogram
 from async_rl.metrics.report import PANELS, RECENT, read_run
 from async_rl.metrics.validation import ValidationResult, ValidationRollout
 from async_rl.report import main as report
@@ -46,7 +46,9 @@ def heads_of(*groups):
 
 
 def metrics_of(*groups, update=11, updates=UPDATES):
-    return batch_metrics(heads_of(*groups), update=update, version_updates=updates)
+    heads = heads_of(*groups)
+    histogram = staleness_histogram(heads, update=update, version_updates=updates)
+    return batch_metrics(heads, staleness_tokens=histogram)
 
 
 def closed(reward, *, reason=StopReason.STOP, info=None):
@@ -97,7 +99,7 @@ def test_trajectory_info_is_averaged_and_shown_in_the_report(tmp_path):
     assert type(closed(1.0, info=infos[0]).info["own"]) is float
     metrics = metrics_of([closed(1.0, info=info) for info in infos])
     assert metrics["info/turns"] == 3 and metrics["info/own"] == 3
-    recorder = Recorder(tmp_path, console=Null())
+    recorder = Recorder(tmp_path, console=None)
     recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
     recorder.close()
     assert report([str(tmp_path)]) == 0
@@ -121,13 +123,6 @@ def report_data(directory):
     """Data of the page in a directory."""
     page = (directory / "report.html").read_text()
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
-
-
-class Null:
-    def step(self, record): ...
-    def validation(self, train_step, result): ...
-    def note(self, text, *, level=0): ...
-    def close(self): ...
 
 
 class Spy:
@@ -154,7 +149,7 @@ def validated(success, *, failed=0, **more):
 
 
 def record(directory, steps=3, *, trackers=None):
-    recorder = Recorder(directory, console=Null(), trackers=trackers)
+    recorder = Recorder(directory, console=None, trackers=trackers)
     for step in range(1, steps + 1):
         metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
         recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
@@ -241,7 +236,7 @@ def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):
 
 def test_report_has_replay_by_layer_as_the_mean_over_the_run(tmp_path):
     record(tmp_path / "dense")
-    recorder = Recorder(tmp_path / "moe", console=Null())
+    recorder = Recorder(tmp_path / "moe", console=None)
     for step, shift in ((1, 0.0), (2, 0.2)):
         found = {of_layer("routing/overlap", layer): 0.1 * layer + shift for layer in (11, 2, 3)}
         found[of_layer("routing/gate_mass", 2)] = math.nan
@@ -255,7 +250,7 @@ def test_report_has_replay_by_layer_as_the_mean_over_the_run(tmp_path):
 
 
 def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp_path):
-    recorder = Recorder(tmp_path, console=Null())
+    recorder = Recorder(tmp_path, console=None)
     steps = RECENT + 2
     for step in range(1, steps + 1):
         metrics = {"step/seconds": step, "idle/trainer": 1 / step, "idle/rollout": 0.25, "throughput/tokens_per_s": 3}
@@ -280,6 +275,7 @@ def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_pat
     record(tmp_path)
     failed = [Drop(DropKind.ROLLOUT_FAILED, f"prompt {number}: no") for number in (1, 2)]
     lines = [("dropped", failed[0], 5), ("dropped", Drop(DropKind.EXPIRED, "x"), 1), ("dropped", failed[1], 6)]
+    lines += [("dropped", ENDED_UNRECORDED, None)]
     with (tmp_path / "ledger.jsonl").open("a") as file:
         for outcome, drop, tokens in lines:
             line = {"outcome": outcome, "kind": drop.kind, "reason": str(drop), "tokens": tokens}
@@ -294,15 +290,12 @@ def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_pat
     assert run["drops"] == [
         {"reason": "rollout failed", "groups": 2, "tokens": 11, "last": "rollout failed: prompt 2: no"},
         {"reason": "expired", "groups": 1, "tokens": 1, "last": "expired: x"},
+        {"reason": ENDED_UNRECORDED.kind, "groups": 1, "tokens": 0, "last": str(ENDED_UNRECORDED)},
     ]
     assert run["rollouts"] == [
-        {
-            "step": 4,
-            "count": 4,
-            "failed": 1,
-            "best": {"group": 8, "trajectory": 1, "reward": 3.5},
-            "worst": {"group": 7, "trajectory": 1, "reward": -2.0},
-        }
+        {"step": 4, "count": 4, "failed": 1}
+        | {"best": {"group": 8, "trajectory": 1, "reward": 3.5}}
+        | {"worst": {"group": 7, "trajectory": 1, "reward": -2.0}}
     ]
 
 
@@ -324,7 +317,7 @@ def test_every_panel_of_the_report_names_a_metric():
 
 @pytest.mark.parametrize("success", [(-3.0, 0.5), (0.2, 4.0), (0.25, 0.75)])
 def test_picture_shows_rewards_outside_of_the_unit_interval(tmp_path, success):
-    recorder = Recorder(tmp_path, console=Null())
+    recorder = Recorder(tmp_path, console=None)
     for step, value in enumerate(success):
         recorder.validation(step, validated(value))
     recorder.close()
@@ -333,7 +326,7 @@ def test_picture_shows_rewards_outside_of_the_unit_interval(tmp_path, success):
 
 
 def test_report_leaves_out_a_validation_whose_rollouts_all_failed(tmp_path):
-    recorder = Recorder(tmp_path, console=Null())
+    recorder = Recorder(tmp_path, console=None)
     for step, success in enumerate([0.25, math.nan, 0.75]):
         recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))
     recorder.close()
@@ -346,7 +339,7 @@ def test_report_leaves_out_a_validation_whose_rollouts_all_failed(tmp_path):
 def test_report_of_a_run_without_records_is_made_and_of_no_run_refused(tmp_path, capsys):
     assert report([str(tmp_path)]) == 2
     assert "metrics.jsonl" in capsys.readouterr().err
-    Recorder(tmp_path, console=Null()).close()
+    Recorder(tmp_path, console=None).close()
     assert report([str(tmp_path)]) == 0
     (tmp_path / "validation.jsonl").unlink()
     assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()
@@ -375,6 +368,13 @@ def test_console_shows_and_logs_steps_with_the_time_left_and_warnings(tmp_path, 
     assert warning == "warning: a node left"
     logged = [line.split(" ", 3)[2:] for line in (tmp_path / "driver.log").read_text().splitlines()]
     assert logged == [*(["INFO", line] for line in steps), ["WARNING", "a node left"]]
+
+
+def drawn(view, *, width=120):
+    """Text of a live view."""
+    terminal = Terminal(width=width, file=io.StringIO())
+    terminal.print(view._render())
+    return terminal.file.getvalue()
 
 
 PHASES = [
@@ -406,14 +406,12 @@ def test_console_shows_all_phases_in_one_line_that_lives_at_a_terminal(tmp_path,
     console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
     for phase in PHASES:
         console.phase(*phase)
-    drawn = Terminal(width=120, file=io.StringIO())
-    drawn.print(console._view._render())
+    before = drawn(console._view)
     console.step(StepRecord(metrics={"train_step": 1}, staleness_tokens={}))
-    after = Terminal(width=120, file=io.StringIO())
-    after.print(console._view._render())
+    after = drawn(console._view)
     console.close()
     line = "Ray: starting  trainer: warm start 50/50, loss 1.5  replicas: starting 2 of vllm  0 s"
-    assert line in drawn.file.getvalue() and "trainer:" not in after.file.getvalue()
+    assert line in before and "trainer:" not in after
     assert "INFO trainer: warm start 25/50" in (tmp_path / "driver.log").read_text()
 
 
@@ -437,9 +435,7 @@ def test_console_has_a_column_for_the_share_of_the_peak_once_a_step_has_it(tmp_p
         for step, mfu in ((1, {}), (2, {"throughput/mfu": 0.414})):
             console.step(StepRecord(metrics={"train_step": step, **mfu}, staleness_tokens={}))
         if console._view is not None:
-            drawn = Terminal(width=120, file=io.StringIO())
-            drawn.print(console._view._render())
-            lines = [line.split() for line in drawn.file.getvalue().splitlines()]
+            lines = [line.split() for line in drawn(console._view).splitlines()]
             assert [line[-1] for line in lines if line and line[0] in ("step", "1", "2")] == ["mfu", "-", "41%"]
         console.close()
     without, having = capsys.readouterr().out.splitlines()
@@ -458,17 +454,15 @@ def test_warnings_of_libraries_go_to_the_log_only(tmp_path, capsys):
 def test_live_view_shows_progress_warning_and_status():
     view = LiveView(total=60, log=Path("driver.log"))
     view.set_status("starting Ray")
-    terminal = Terminal(width=120, file=io.StringIO())
-    terminal.print(view._render())
+    assert "starting Ray" in drawn(view)
     view.add({"idle train": "12%"}, step=12, left="03:00")
-    view.set_footer("validation at step 10")
+    view.footer = "validation at step 10"
     view.set_status("")
     for text in ("rank 0 is slow", "replica-0 died\nthe end of its log"):
         view.warn(text)
-    terminal.print(view._render())
+    shown = drawn(view)
     view.close()
-    shown = terminal.file.getvalue()
-    assert shown.count("starting Ray") == 1
+    assert "starting Ray" not in shown
     for part in ("idle", "validation at step 10", "step 12/60", "left 03:00", "last of 2 warnings", "replica-0 died"):
         assert part in shown
     assert "the end of its log" not in shown and "rank 0" not in shown
@@ -476,27 +470,11 @@ def test_live_view_shows_progress_warning_and_status():
 
 def test_live_view_cuts_no_number_and_shows_a_long_warning_in_80_columns():
     view = LiveView(total=1000, log=Path("outputs/calculator/logs/driver.log"))
-    cells = [
-        "1000",
-        "-0.305",
-        "100%",
-        "100%",
-        "-10.01",
-        "10.23",
-        "1e-05",
-        "100%",
-        "128",
-        "100%",
-        "100%",
-        "123456",
-        "45%",
-    ]
+    cells = ["1000", "-0.305", *["100%"] * 2, "-10.01", "10.23", "1e-05", "100%", "128", *["100%"] * 2, "123456", "45%"]
     view.add(dict(zip((title for title, _, _ in _COLUMNS), cells, strict=True)), step=1000, left="600:00")
     view.warn("rollout g12-t3 failed: " + "ValueError: no number in the answer " * 3 + "(/a/mine.py:12 in exact)")
-    terminal = Terminal(width=80, file=io.StringIO())
-    terminal.print(view._render())
+    shown = drawn(view, width=80)
     view.close()
-    shown = terminal.file.getvalue()
     assert "\u2026" not in shown
     assert all(cell in shown.split() for cell in cells)
     assert "1 warning (all in" in shown and "/a/mine.py:12" in " ".join(shown.split())

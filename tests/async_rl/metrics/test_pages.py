@@ -9,13 +9,13 @@ import yaml
 from async_rl.files.rollouts import FOLDER, FailedRollouts, RecordConfig
 from async_rl.files.starts import record_start
 from async_rl.metrics import viewer
-from async_rl.metrics.recorder import Recorder, StepRecord
-from async_rl.metrics.registry import METRICS, of_layer
+from async_rl.metrics.recorder import Recorder
+from async_rl.metrics.registry import METRICS, StepRecord, of_layer
 from async_rl.metrics.trace import Trace
 from async_rl.report import main as report
 from async_rl.view import main as view
 from message_queue.ledger import Drop, DropKind
-from tests.async_rl.metrics.test_observe import Null, validated
+from tests.async_rl.metrics.test_observe import validated
 from tests.async_rl.metrics.test_viewer import failed, row, write
 from tests.helpers.chromium import CHROMIUM, browser
 from tests.helpers.tokenizers_of_families import build
@@ -40,7 +40,7 @@ def record_steps(recorder, steps, *, shift=0.0):
 
 def make_run(directory, *, lr, shift=0.0):
     """A run of STEPS steps with all metrics, two rounds of validation, a dropped group and recorded rollouts."""
-    recorder = Recorder(directory, console=Null())
+    recorder = Recorder(directory, console=None)
     record_steps(recorder, range(1, STEPS + 1), shift=shift)
     for step in (0, STEPS):
         recorder.validation(step, validated(0.25 + step / 10))

@@ -230,7 +230,7 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(monkeypatch):
         made._threads[0].put(lambda tracker: None)
     made.close()
     answers.set()
-    made._threads[0]._thread.join()
+    made._threads[0].join()
     assert len(sound.steps) == 3
     assert [text.partition(";")[0] for text in warnings] == [
         "tracker hanging is 5 calls behind",

@@ -2,7 +2,7 @@
 
 import json
 
-from async_rl.metrics.truncation import ENDED_UNRECORDED, truncate_records, unrecorded_groups
+from async_rl.metrics.recorder import ENDED_UNRECORDED, truncate_records, unrecorded_groups
 
 
 def write(path, *lines, tail=""):

@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.rollout.content import writer as content
-from async_rl.rollout.content.format import FORMAT
-from async_rl.rollout.content.reader import read_groups, remove_settled
-from async_rl.rollout.content.records import CallStarted, RolloutRecord
+from async_rl.rollout.content.format import FORMAT, CallStarted, RolloutRecord
+from async_rl.rollout.content.reader import remove_settled
 from async_rl.rollout.content.writer import ContentWriter
 from message_queue.errors import (
     ContractError,
@@ -33,7 +32,7 @@ from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVer
 from message_queue.trajectory import Trajectory
 from tests.helpers.dense import behaviour_logprobs, loss_mask, param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory
-from tests.helpers.stored import RUN, admission, read, records_of, stored
+from tests.helpers.stored import RUN, read, records_of, stored
 
 WIDE = RoutingSpec(layers=(2,), num_experts=384, top_k=3)
 MODES = ("append", "force", "replace", "split")
@@ -395,7 +394,7 @@ async def test_content_of_a_foreign_older_or_newer_index_is_refused(tmp_path, ch
 async def test_content_of_another_run_is_refused(tmp_path):
     await write(tmp_path, records_of(several()))
     with pytest.raises(JournalMismatch, match=r"a\.sqlite"):
-        read_groups(tmp_path, {0: admission(0)}, run="other", trajectories=1, routing=None, resume_routing="append")
+        read(tmp_path, 0, run="other")
 
 
 async def test_content_of_another_model_is_an_error_and_not_damage(tmp_path):

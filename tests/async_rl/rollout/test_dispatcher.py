@@ -14,9 +14,9 @@ from async_rl.metrics.validation import ValidationRollout
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import LostReplica, RolledGroup
-from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.ledger import Drop, DropKind
+from message_queue.trajectory import Admission
 from tests.helpers.fakes import FakeEngine, SeededScript
 from tests.helpers.groups import group_for
 
@@ -87,14 +87,8 @@ class FakeWorker(InProcess):
     async def follow(self, replicas):
         self._answer("follow", [replica.name for replica in replicas])
 
-    async def pause_tools(self):
-        self._answer("pause_tools")
-
-    async def resume_tools(self):
-        self._answer("resume_tools")
-
-    async def avoid(self, names):
-        self._answer("avoid", sorted(names))
+    async def adopt(self, tools_paused, avoided):
+        self._answer("adopt", tools_paused, sorted(avoided))
 
     async def forget(self, groups):
         self._answer("forget", list(groups))
@@ -210,9 +204,9 @@ async def test_a_new_worker_starts_no_tool_during_a_publish():
         await run.dispatcher.pause()
         run.workers["worker-0"].die()
         await turns(200)
-        assert ("pause_tools",) in run.workers["worker-1"].calls
+        assert ("adopt", True, []) in run.workers["worker-1"].calls
         await run.dispatcher.resume()
-        assert ("resume_tools",) in run.workers["worker-1"].calls
+        assert ("adopt", False, []) in run.workers["worker-1"].calls
 
 
 async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
@@ -220,8 +214,8 @@ async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
         may_answer = asyncio.Event()
 
         class Slow(FakeWorker):
-            async def pause_tools(self):
-                await super().pause_tools()
+            async def adopt(self, tools_paused, avoided):
+                await super().adopt(tools_paused, avoided)
                 await may_answer.wait()
 
         async def start_worker(*, slot, name, pool):
@@ -235,21 +229,18 @@ async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
         await run.dispatcher.resume()
         may_answer.set()
         await turns(200)
-        assert [call for call in run.workers["worker-1"].calls if "tools" in call[0]] == [
-            ("pause_tools",),
-            ("resume_tools",),
-        ]
+        assert [call[1] for call in run.workers["worker-1"].calls if call[0] == "adopt"] == [True, False]
 
 
 async def test_all_workers_and_a_new_one_avoid_the_same_replicas():
     async with Started("worker-0", "worker-1") as run:
         await run.dispatcher.avoid({"replica-1"})
-        assert all(("avoid", ["replica-1"]) in worker.calls for worker in run.workers.values())
+        assert all(("adopt", False, ["replica-1"]) in worker.calls for worker in run.workers.values())
         run.workers["worker-0"].die()
         await turns(200)
-        assert ("avoid", ["replica-1"]) in run.workers["worker-2"].calls
+        assert ("adopt", False, ["replica-1"]) in run.workers["worker-2"].calls
         await run.dispatcher.avoid(())
-        assert run.workers["worker-2"].calls[-1] == ("avoid", [])
+        assert run.workers["worker-2"].calls[-1] == ("adopt", False, [])
 
 
 async def test_held_out_prompts_of_a_dead_worker_wait_until_its_requests_are_gone():

@@ -13,8 +13,8 @@ from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace, GroupContents, fetched, read_content
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.worker import RolloutWorker
-from message_queue.contract import Admission
 from message_queue.training_sequence import content_of
+from message_queue.trajectory import Admission
 from tests.helpers.fakes import FakeEngine, SeededScript
 from tests.helpers.groups import group_for
 from tests.helpers.stored import records_of

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.rollout.prompts import PromptFile, PromptSource
+from async_rl.rollout.prompts import PromptSource, read_order
 
 
-class Numbers:
-    def train_prompt(self, index):
-        return Prompt(index=index, messages=(Message(role="user", content=str(index)),), target={})
+def numbers(index):
+    return Prompt(index=index, messages=(Message(role="user", content=str(index)),), target={})
 
 
 def drawn(source, count):
@@ -22,7 +21,7 @@ def drawn(source, count):
 
 
 def test_unfinished_prompts_of_a_stopped_run_come_first():
-    source = PromptSource(Numbers(), cursor=7, unfinished=[5, 2])
+    source = PromptSource(numbers, cursor=7, unfinished=[5, 2])
     assert source.current().index == 2, "it is not admitted yet"
     assert drawn(source, 4) == [2, 5, 7, 8]
 
@@ -32,11 +31,11 @@ def test_a_prompt_file_is_a_new_permutation_each_epoch(tmp_path):
     path.write_text(
         "".join(f'{{"messages": [{{"role": "user", "content": "{i}"}}], "target": {{"n": {i}}}}}\n' for i in range(20))
     )
-    prompts = PromptFile(path, seed=1)
-    first, second = ([prompts.train_prompt(e * 20 + i).target["n"] for i in range(20)] for e in range(2))
+    prompts = read_order(path, seed=1)
+    first, second = ([prompts(e * 20 + i).target["n"] for i in range(20)] for e in range(2))
     assert sorted(first) == sorted(second) == list(range(20))
     assert first != second
-    assert [PromptFile(path, seed=1).train_prompt(i).target["n"] for i in range(20)] == first
+    assert [read_order(path, seed=1)(i).target["n"] for i in range(20)] == first
 
 
 @pytest.mark.parametrize("before", ["", "\ufeff"], ids=["no-mark", "byte-order-mark"])
@@ -46,8 +45,8 @@ def test_a_prompt_file_is_cut_at_newline_characters_only(tmp_path, before, end):
     lines = [json.dumps({"messages": [{"role": "user", "content": c}]}, ensure_ascii=False) for c in contents]
     path = tmp_path / "prompts.jsonl"
     path.write_bytes((before + end.join(lines)).encode())
-    prompts = PromptFile(path, seed=0)
-    assert {prompts.train_prompt(i).messages[0].content for i in range(3)} == set(contents)
+    prompts = read_order(path, seed=0)
+    assert {prompts(i).messages[0].content for i in range(3)} == set(contents)
 
 
 USER = '{"role": "user", "content": "1+1"}'
@@ -81,7 +80,7 @@ def test_a_bad_prompt_file_is_refused_with_field_line_and_key(tmp_path, content,
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=r"task\.prompt_file") as caught:
-        PromptFile(path, seed=0)
+        read_order(path, seed=0)
     assert [part for part in [*parts, str(path)] if part not in str(caught.value)] == []
     assert len(str(caught.value).splitlines()) == 1
 
@@ -95,5 +94,5 @@ def test_a_prompt_that_the_task_cannot_use_is_refused_with_its_line(tmp_path):
             raise ValueError("target.n is missing")
 
     with pytest.raises(ValueError, match=r"task\.prompt_file") as caught:
-        PromptFile(path, seed=0, check=check)
+        read_order(path, seed=0, check=check)
     assert "line 2" in str(caught.value) and "target.n is missing" in str(caught.value)

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from agent_loop.loop import Message, Prompt
-from async_rl.rollout.content.records import CallStarted, Forked, RolloutRecord, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, TrajectoryClosed
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.recorded import RecordedTrajectory, StoredRolloutLog
+from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, FailureConfig, Rollouter
-from message_queue.contract import Admission
 from message_queue.errors import RolloutError, StateLostError
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
-from message_queue.trajectory import Trajectory
+from message_queue.trajectory import Admission, Trajectory
 from tests.helpers.groups import segment
 from tests.helpers.stored import RUN, admission, read
 from tests.message_queue.test_forks import same_tree
@@ -136,7 +135,7 @@ async def test_a_rollout_with_forks_is_retried_counted_and_stored(tmp_path, fail
         loop=Compacting(*failures),
         routing=None,
         trajectories_per_group=1,
-        log=StoredRolloutLog(store),
+        log=RolloutLog(store),
         failure=FailureConfig(max_retries=1),
         note=notes.append,
         failed=failed.append,
@@ -157,7 +156,7 @@ async def test_a_rollout_with_forks_is_retried_counted_and_stored(tmp_path, fail
 async def test_a_hand_out_continues_the_paths_of_the_one_before(tmp_path):
     async def roll(name, handout, loop, existing=()):
         store = await ContentWriter.open(tmp_path, name=name, run=RUN, fsync=False)
-        made = Rollouter(loop=loop, routing=None, trajectories_per_group=1, log=StoredRolloutLog(store))
+        made = Rollouter(loop=loop, routing=None, trajectories_per_group=1, log=RolloutLog(store))
         given = Admission(group=0, prompt=1, admitted_version=0, admitted_update=0)
         group = await made.roll(PROMPT, given, existing=existing, handout=handout)
         await made.flush()

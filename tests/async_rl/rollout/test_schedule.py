@@ -16,17 +16,16 @@ from async_rl.rollout.schedule import (
     RunSchedule,
     ScheduledGroup,
     ScheduleError,
+    ScheduleReplay,
     read_schedule,
     scheduled_groups,
     spans_of,
 )
-from async_rl.rollout.schedule_replay import ScheduleReplay
 from async_rl.simulator.virtual_time import run_in_virtual_time
-from message_queue.contract import Admission
 from message_queue.heads import head_of
 from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
-from message_queue.trajectory import PromptGroup, Trajectory
+from message_queue.trajectory import Admission, PromptGroup, Trajectory
 from tests.helpers.groups import segment
 
 
@@ -90,12 +89,8 @@ def test_a_schedule_that_cannot_be_read_is_refused(tmp_path, text, named):
 def test_the_order_of_prompts_in_a_schedule_is_that_of_admission():
     schedule = RunSchedule([scheduled(9, ((0, 1),), prompt=4), scheduled(2, ((0, 1),), prompt=11)])
 
-    class Order:
-        def train_prompt(self, index):
-            return Prompt(index=index, messages=(Message(role="user", content=f"{index}"),))
-
-    order = schedule.order(Order())
-    assert [(p.index, p.messages[0].content) for p in map(order.train_prompt, (0, 1))] == [(0, "11"), (1, "4")]
+    order = schedule.order(lambda index: Prompt(index=index, messages=(Message(role="user", content=f"{index}"),)))
+    assert [(p.index, p.messages[0].content) for p in map(order, (0, 1))] == [(0, "11"), (1, "4")]
 
 
 async def a_while(chance):

@@ -1,6 +1,7 @@
 """Advantages: of the prompt group, and of the batch."""
 
 import statistics
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -244,7 +245,7 @@ def test_advantages_of_each_agent_are_relative_to_the_same_agent_alone(heads, na
         expected = expected_of_agent(name, of_agent(agent, heads))
         np.testing.assert_allclose(found.values[own], expected, rtol=numerics.EPSILON, atol=1e-12)
         assert batch.advantages[agents == agent][first].tolist() == found.values[own].tolist()
-        alone = [msgspec.structs.replace(h, trajectories=tuple(only(agent, t) for t in h.trajectories)) for h in heads]
+        alone = [replace(h, trajectories=tuple(only(agent, t) for t in h.trajectories)) for h in heads]
         of_own = np.isin(of_token, own)
         numbers = np.searchsorted(own, of_token[of_own])
         single = batch_rewards(alone, AdvantageConfig(name=name)).with_kl(

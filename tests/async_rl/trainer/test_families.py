@@ -8,7 +8,7 @@ import torch
 from transformers import modeling_rope_utils
 
 from async_rl.trainer.model.families import FAMILIES, read_shape
-from async_rl.trainer.model.families.rope import Llama3
+from async_rl.trainer.model.families.settings import RopeScaling
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from async_rl.weights.model_info import CheckpointError, read_model_info
@@ -173,7 +173,7 @@ def test_llama3_rope_of_old_configs_is_read_too(tmp_path):
     folder = write(tmp_path, "llama", rope_parameters=None, rope_theta=5e5, rope_scaling=scaling)
     rope = read_shape(folder).rope
     assert rope.base == 5e5
-    assert rope.llama3 == Llama3(factor=8.0, original_length=1024, low=1.0, high=4.0)
+    assert rope.scaling == RopeScaling(factor=8.0, original_length=1024, slow=1.0, fast=4.0, by_rotations=True)
 
 
 def test_rope_of_old_configs_is_read_too(tmp_path):
@@ -187,5 +187,5 @@ def test_rope_of_old_configs_is_read_too(tmp_path):
     shape = read_shape(folder)
     assert shape.rope.base == 5000.0
     assert shape.rope.dim == 64
-    assert shape.rope.yarn is not None
+    assert shape.rope.scaling is not None
     assert shape.megatron["softmax_scale"] == pytest.approx((0.1 * 3.6888794541 + 1) ** 2 / 192**0.5)

@@ -1,10 +1,11 @@
 """Which faster ways of megatron are used, by layout and device."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from async_rl.trainer.model.fast_paths import Platform, fast_paths
 from async_rl.trainer.model.model import ParallelConfig, TrainerConfig, rank_environment
 
 
@@ -24,20 +25,25 @@ from async_rl.trainer.model.model import ParallelConfig, TrainerConfig, rank_env
 )
 def test_gradients_overlap_if_several_ranks_have_the_same_weights(ranks, parallel, overlaps):
     config = TrainerConfig(ranks=ranks, parallel=ParallelConfig(**parallel))
-    assert fast_paths(config, platform=Platform(), swiglu=True).overlap_grad_reduce == overlaps
+    assert config.sums_gradients == overlaps
     split = max(parallel.get("tensor", 1), parallel.get("context", 1)) > 1
     assert ("CUDA_DEVICE_MAX_CONNECTIONS" in rank_environment(config)) == split
 
 
-def test_fused_kernels_are_used_on_devices_that_have_them():
-    def used(swiglu=True, **platform):
-        found = fast_paths(TrainerConfig(), platform=Platform(**platform), swiglu=swiglu)
-        return found.moe_permute_fusion, found.bias_activation_fusion
+def test_fused_kernels_are_used_on_devices_that_have_them(monkeypatch):
+    from async_rl.trainer.model import gpt
 
-    assert used() == used(fused_permutation=True) == (False, False)
-    assert used(cuda=True) == (False, True)
-    assert used(cuda=True, swiglu=False) == (False, False)
-    assert used(cuda=True, fused_permutation=True) == (True, True)
+    def used(device, *, fused_permutation=False, **megatron):
+        monkeypatch.setattr(gpt.moe_utils, "HAVE_TE", fused_permutation)
+        monkeypatch.setattr(
+            gpt.moe_utils, "fused_sort_chunks_by_index_with_probs", fused_permutation or None, raising=False
+        )
+        return tuple(gpt.fusions(SimpleNamespace(megatron=megatron), torch.device(device)).values())
+
+    assert used("cpu") == used("cpu", fused_permutation=True) == (False, False)
+    assert used("cuda") == (False, True)
+    assert used("cuda", add_bias_linear=True) == used("cuda", glu_linear_offset=1.0) == (False, False)
+    assert used("cuda", fused_permutation=True) == (True, True)
 
 
 @pytest.mark.parametrize(("gpus", "threads"), [(0, 4), (2, 8), (64, 1)])

@@ -12,14 +12,12 @@ from hypothesis import strategies as st
 
 from async_rl.trainer.loss.losses import (
     DecoupledPPO,
-    TokenLogprobs,
-    Trajectories,
     kl_estimate,
     kl_term,
     policy_loss,
     token_weights,
 )
-from async_rl.trainer.loss.ratios import second_moment_bound
+from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories, second_moment_bound
 from tests.helpers import numerics
 from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS, make_loss
 

@@ -1,6 +1,7 @@
 """Mini-batches of a batch: which groups each optimizer step trains, and how old their tokens are there."""
 
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -9,10 +10,11 @@ from hypothesis import strategies as st
 
 from async_rl.controller.prepare import mini_batches_of, prepare
 from async_rl.trainer.batch.advantage import AdvantageConfig
-from message_queue.contract import Admission, Batch
+from message_queue.contract import Batch
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
+from message_queue.trajectory import Admission
 from tests.helpers.groups import group_for
 
 
@@ -81,9 +83,7 @@ def test_rewards_of_a_batch_are_those_of_the_rollouts_that_did_not_fail():
     groups = [group_for(admission(n, 2)) for n in range(2)]
     heads = [head_of(group) for group in groups]
     (first, *others), failed = heads[0].trajectories, StopReason.ERROR
-    heads[0] = msgspec.structs.replace(
-        heads[0], trajectories=(*others, msgspec.structs.replace(first, stop_reason=failed))
-    )
+    heads[0] = replace(heads[0], trajectories=(*others, msgspec.structs.replace(first, stop_reason=failed)))
     rewards = prepare(
         Batch(groups=heads, update=4, version_updates={2: 4}, min_update=0),
         [content_of(group) for group in groups],

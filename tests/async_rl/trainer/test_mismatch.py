@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.metrics.registry import LAGS, METRICS
-from async_rl.trainer.loss.mismatch import BINS, lag_buckets, quantile, token_sums
 from async_rl.trainer.loss.ratios import Trajectories
-from async_rl.trainer.metrics import TokenSums
+from async_rl.trainer.metrics import BINS, TokenSums, lag_buckets, quantile, token_sums
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -13,9 +13,8 @@ from async_rl.metrics.registry import metric_of
 from async_rl.trainer.batch.routed_experts import BatchError, replayed_rows
 from async_rl.trainer.metrics import routing_metrics, routing_sums
 from async_rl.trainer.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
-from message_queue.routing_rows import RowRun
 from message_queue.tokens import RoutingSpec
-from message_queue.training_sequence import TrainingSequence
+from message_queue.training_sequence import RowRun, TrainingSequence
 from tests.helpers import numerics
 
 pytestmark = pytest.mark.numerics

@@ -9,9 +9,8 @@ import pytest
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import BatchError, supervised_batch, training_batch
 from message_queue.heads import head_of
-from message_queue.routing_rows import RowRun
 from message_queue.tokens import StopReason
-from message_queue.training_sequence import SampledRun, TrainingSequence, content_of
+from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence, content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.dense import loss_mask
 from tests.helpers.groups import SPEC, routed, segment, trajectory

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.replica import ReplicaStats
+from async_rl.inference.gate import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
 from async_rl.inference.stub import InProcess
 from async_rl.weights.transport import Seat, Source, WeightUpdate
@@ -176,7 +176,7 @@ class FakeEngine(InProcess):
 
     async def stats(self) -> ReplicaStats:
         await self._answering()
-        return ReplicaStats(in_flight=self.in_flight, tokens_sampled=self.num_tokens, busy_seconds=0.0)
+        return ReplicaStats(in_flight=self.in_flight, busy_seconds=0.0)
 
     def die(self, cause: str = "killed") -> None:
         """Fail every request and every control call, running or new."""

@@ -12,7 +12,7 @@ virtualenv, and always belongs to the same source tree as the replica. It adds s
     cut distributions     top-p, top-k and min-p keep the same tokens on every engine
 
 A hook is named by the function of SGLang 0.5.23 that it wraps. SGLang only logs a hook that does not apply. Therefore
-the server reports the hooks that apply (`loading.report_start`), and the replica refuses a server without all hooks.
+the server reports such hooks (`loading.report_start`), and the replica refuses the server.
 """
 
 from __future__ import annotations

@@ -10,10 +10,9 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ CHECKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantized par
 REPORT = "async_rl"  # key of the report in /server_info
 LOADED = "loaded by rank: "  # precedes the JSON report in the message of an update
 NOT_STAGED = "not yet"  # message until all ranks have loaded a version into their twins
-STORE_VARIABLE = "ASYNC_RL_STORE"  # see `async_rl.weights.store`
 
 
 @cache
@@ -52,16 +50,10 @@ class _Loads:
 class _Version(threading.local):
     """The published version that a thread loads."""
 
-    buckets: Iterator[Any] | None = None
-    """Tensors of each bucket; None at the start, when a checkpoint is loaded."""
-    ahead: int = 1
-    """Buckets that are taken before the load begins them."""
-    rank: int = 0
-    """Tensor-parallel rank of this process."""
-    ranks: int = 1
-    """Number of tensor-parallel ranks."""
+    load_share: Callable[..., dict[str, Any]] | None = None
+    """`async_rl.weights.digest.load_share` of its buckets; None at the start, when a checkpoint is loaded."""
     report: dict[str, Any] | None = None
-    """Result of `async_rl.weights.digest.load_share`; None before the load."""
+    """Result of `load_share`; None before the load."""
 
 
 _VERSION = _Version()
@@ -72,32 +64,24 @@ def load_and_hash(load: Callable[..., None], model: torch.nn.Module, weights: An
 
     In an update it loads the buckets of the version in place of SGLang's `weights`, as these have no bucket numbers.
     """
-    digests = _weights_module("digest")
-    if _VERSION.buckets is not None:
-        _VERSION.report = digests.load_share(
-            _VERSION.buckets,
-            lambda tensors: load(model, tensors, target_device),
-            sums=_weights_module("checksum").sums_for(model),
-            rank=_VERSION.rank,
-            ranks=_VERSION.ranks,
-            ahead=_VERSION.ahead,
-        )
+    sums = _weights_module("checksum").sums_for(model)
+    if _VERSION.load_share is not None:
+        _VERSION.report = _VERSION.load_share(lambda tensors: load(model, tensors, target_device), sums=sums)
         return
     _poison(model)
-    digest = digests.WeightsDigest()
-    load(model, _hashed(weights, digest, sums=_weights_module("checksum").sums_for(model)), target_device)
+    digest = _weights_module("digest").WeightsDigest()
+    load(model, _hashed(weights, digest, sums=sums), target_device)
     _refuse_poison(model)
     _Loads.first = digest.hexdigest()
 
 
 def report_start(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Hook after Scheduler.get_init_info: add the first load and the applied hooks to /server_info."""
-    registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks = sorted(registry.HookRegistry._patched)
+    """Hook after Scheduler.get_init_info: add the first load, and hooks that do not apply, to /server_info."""
+    registry: Any = importlib.import_module("sglang.srt.plugins.hook_registry").HookRegistry
     parameters = _contents(scheduler.tp_worker.model_runner.model)
     here = {"digest": _Loads.first, "published": _Loads.published, "parameters": parameters}
     ranks = _on_all_ranks(lambda: here, group=scheduler.tp_group.cpu_group)
-    return {**info, REPORT: {"ranks": ranks, "hooks": hooks}}
+    return {**info, REPORT: {"ranks": ranks, "unapplied": sorted(registry._hooks.keys() - registry._patched)}}
 
 
 def pass_report(info: dict[str, Any], controller: Any) -> dict[str, Any]:
@@ -188,30 +172,23 @@ def _load_version(version: str, load: Callable[[], dict[str, Any]], *, model: An
         model: model that is loaded.
         group: process group with all ranks of the server.
     """
-    rank, ranks = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    _VERSION.rank, _VERSION.ranks, _VERSION.report = rank, ranks, None
+    digests, ahead = _weights_module("digest"), 1
+    place = {"rank": torch.distributed.get_rank(group), "ranks": torch.distributed.get_world_size(group)}
     if version.startswith("{"):
         device = next(model.parameters()).device
-        buckets = _weights_module("group").received(json.loads(version), rank=rank, ranks=ranks, device=device)
-        _VERSION.ahead = 1
+        buckets = _weights_module("group").received(json.loads(version), device=device, **place)
     else:
-        files = sorted(_on_this_node(Path(version)).glob("*.safetensors"))
-        buckets, _VERSION.ahead = _weights_module("digest").mapped(files), len(files)
+        files = sorted(digests.on_this_node(Path(version)).glob("*.safetensors"))
+        buckets, ahead = digests.mapped(files), len(files)
     try:
         with contextlib.closing(buckets):
-            _VERSION.buckets = buckets
+            _VERSION.load_share, _VERSION.report = partial(digests.load_share, buckets, ahead=ahead, **place), None
             parameters = load()
         if _VERSION.report is None:
             raise RuntimeError("SGLang loaded no weights")
         return {**_VERSION.report, "parameters": parameters}
     finally:
-        _VERSION.buckets = None
-
-
-def _on_this_node(folder: Path) -> Path:
-    """See `async_rl.weights.store.on_this_node`, whose module this virtualenv cannot import."""
-    store = os.environ.get(STORE_VARIABLE)
-    return folder if store is None else Path(store) / folder.name
+        _VERSION.load_share = None
 
 
 def flush_pools_only(scheduler: Any, empty_cache: bool = True) -> tuple[tuple[Any, ...], dict[str, bool]]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from async_rl.weights.digest import digest_of
 from async_rl.weights.group import tensors_of
-from async_rl.weights.host_copy import HostCopy
-from async_rl.weights.snapshots import Snapshots
+from async_rl.weights.snapshots import HostCopy, Snapshots
 from async_rl.weights.transport import UpdateError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]

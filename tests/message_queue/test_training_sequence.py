@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from message_queue.routing_rows import RowRun, TrajectoryRows
+from message_queue.training_sequence import RowRun, TrajectoryRows
 from tests.helpers.groups import SPEC, routed
 
 
