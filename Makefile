@@ -174,6 +174,7 @@ gpu-day: setup
 	TEST_DEVICE=cuda $(BIN)/python -m pytest tests/conformance/test_scenarios_publishes.py -k "vllm and not tp2"
 	$(BIN)/python benchmarks/gpu_runs.py
 	$(BIN)/python benchmarks/gpu_training.py
+	$(BIN)/python benchmarks/trainer.py --cases trees --rounds 5
 
 # docs/reference, from the docstrings of the config and the registry of metrics.
 reference: setup

@@ -201,6 +201,7 @@ def evaluate(
         at=Coordinates(),
         device=next(model.chunks[0].parameters()).device,
         packing=True,
+        shares_prefixes=False,
         replay=replay,
         routing=info.routing,
         layers=model.replay.layers,
@@ -215,10 +216,10 @@ def evaluate(
             hidden = micro_batch.forward(model.wrapped[0], at=Coordinates())
             logprobs[micro_batch.numbers.cpu()] = objective(hidden, micro_batch)[1]["logprobs"].cpu()
             routing, rows = micro_batch.context.routing, micro_batch.context.rows
+            of_each = rows.token_row.split(batch.lengths[numbers].tolist())
             for place, layer in enumerate(info.routing.layers if routing is not None else ()):
-                for i, number in enumerate(numbers):
-                    of = (rows.segments == i) & (rows.index >= 0)
-                    experts[number][rows.positions[of].cpu().numpy(), place] = routing.tables[layer][of].cpu().numpy()
+                for number, of in zip(numbers, of_each, strict=True):
+                    experts[number][:, place] = routing.tables[layer][of].cpu().numpy()
     return list(logprobs.split(batch.num_loss_tokens.tolist())), experts
 
 

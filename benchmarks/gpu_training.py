@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokens, peak = sum(lengths), arguments.peak or peak_of(gpu) or math.nan
         work = train_operations(
             read_shape(checkpoint),
-            batch.lengths,
+            np.stack([np.zeros_like(batch.lengths), batch.lengths], axis=1),
             num_loss_tokens=int(batch.num_loss_tokens.sum()),
             lora=ways["trainer, R3"].lora,
         )

@@ -327,14 +327,9 @@ def actor(stack: AsyncExitStack, cls: type, *arguments: Any) -> Any:
 async def make_ways(stack: AsyncExitStack, shape: Shape, folder: Path, *, with_peer: bool) -> dict[str, Any]:
     """Name -> coroutine function of a number of groups."""
     rollouter, trainer = actor(stack, Host, shape), actor(stack, Host, shape)
-    journaled: Any = QueueActor.remote(
-        SimpleNamespace(
-            rollout=SimpleNamespace(groups_per_batch=BATCH),
-            trainer=SimpleNamespace(updates_per_batch=1),
-            staleness=NO_BOUND,
-            queue=QueueConfig(max_ready=AT_ONCE),
-        )
-    )
+    sizes, of_queue = SimpleNamespace(groups_per_batch=BATCH, updates_per_batch=1), QueueConfig(max_ready=AT_ONCE)
+    config = SimpleNamespace(rollout=sizes, trainer=sizes, staleness=NO_BOUND, queue=of_queue)
+    journaled: Any = QueueActor.remote(config)
     stack.callback(ray.kill, journaled)
     await journaled.open.remote(JournalPlace(directory=folder, run="benchmark"))
     ways: dict[str, Any] = {}

@@ -6,6 +6,8 @@
     replay       R3 over none, on the rows that the live router chooses, so that the experts have the same work. R2
                  makes a separate forward pass to record them; a step with the same pass (loss m2po) is its base
     checkpoints  a step during a save, whose thread writes meanwhile, over one without
+    trees        each sequence from its first token over shared prefixes: groups of random tokens, and the rollouts that
+                 a run has recorded (--recorded). Memory as for attention, with all sequences in one micro-batch
     attention    on one of 8 context ranks of a long sequence: torch's attention with a mask of queries x keys over
                  `async_rl/trainer/model/prefix_attention.py`, for a layer that sees all keys and for one with a window.
                  Memory is the growth of the peak of a separate process, beyond inputs and their gradients
@@ -29,20 +31,22 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from async_rl.trainer.batch.forest import Forest, prefixes_of
 from async_rl.trainer.batch.micro_batch import Coordinates, pack_rows
 from async_rl.trainer.batch.packing import plan_micro_batches
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.trainer.loss.losses import M2PO, DecoupledPPO, LossConfig
-from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
+from async_rl.trainer.model.model import PrefixSharing, RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.rank import TrainerRank
@@ -52,7 +56,6 @@ from async_rl.trainer.step import MicroBatch, MicroBatchBuilder
 from async_rl.weights.model_info import read_model_info
 from benchmarks.equal_weights import evaluate, save_random
 from benchmarks.support import (
-    Way,
     markdown_table,
     paired_ratio,
     save_calculator,
@@ -113,11 +116,13 @@ def with_support(batch: TrainingBatch, *, vocab: int) -> TrainingBatch:
     return with_sequences(batch, cut)
 
 
-def random_batch(checkpoint: Path, lengths: Sequence[int]) -> TrainingBatch:
-    """Sequences of random tokens as rollouts, every token but the first in the loss."""
+def random_batch(checkpoint: Path, lengths: Sequence[int], *, prompt: int = 1) -> TrainingBatch:
+    """Sequences of random tokens as rollouts, those after the prompt in the loss."""
     info = read_model_info(checkpoint)
     assert info.routing is not None
-    examples = [(torch.randint(info.vocab_size, (n,)).numpy().astype(np.int32), np.arange(n) > 0) for n in lengths]
+    examples = [
+        (torch.randint(info.vocab_size, (n,)).numpy().astype(np.int32), np.arange(n) >= prompt) for n in lengths
+    ]
     return as_rollouts(supervised_batch(examples), info.routing)
 
 
@@ -160,6 +165,7 @@ def build_micro_batches(trainer: TrainerRank, batch: TrainingBatch, config: Trai
         at=Coordinates(),
         device=next(trainer.model.chunks[0].parameters()).device,
         packing=True,
+        shares_prefixes=False,
         replay="none",
         routing=None,
         layers=(),
@@ -191,9 +197,8 @@ def bare(args: argparse.Namespace, folder: Path) -> Rows:
     checkpoint, batch = load_batch("calculator", folder, sequences=256)
     cut = with_support(batch, vocab=read_model_info(checkpoint).vocab_size)
     config, adam = TrainerConfig(threads=args.threads, micro_batch_tokens=4096), OptimizerConfig(lr=1e-6)
-    ways = {"trainer": (config, ONE_PASS)}
-    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=adam) as trainers:
-        trainer = trainers["trainer"]
+    with trainers_side_by_side({"one": (config, ONE_PASS)}, checkpoint=checkpoint, optimizer=adam) as trainers:
+        trainer = trainers["one"]
         micro_batches = build_micro_batches(trainer, batch, config)
         optimizer = Optimizer(trainer.model.wrapped, config=adam, trainer=config)
         steps = {
@@ -206,7 +211,7 @@ def bare(args: argparse.Namespace, folder: Path) -> Rows:
 
 def real_share(lengths: Sequence[int], *, max_tokens: int) -> float:
     """Real tokens over computed ones, in the padded micro-batches of one rank."""
-    (plan,) = plan_micro_batches(lengths, max_tokens=max_tokens, num_ranks=1, padded=True)
+    (plan,) = plan_micro_batches(Forest.separate(lengths), max_tokens=max_tokens, num_ranks=1, padded=True)
     return sum(lengths) / sum(len(indices) * max(lengths[i] for i in indices) for indices in plan if indices)
 
 
@@ -217,42 +222,28 @@ def packing(args: argparse.Namespace, folder: Path) -> Rows:
     drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, len(demonstrations))
     lengths = np.clip(drawn.round(), 2, LONGEST).astype(int).tolist()
     for name, batch in {"long tail": random_batch(checkpoint, lengths), "calculator": demonstrations}.items():
-        yield from pack(name, checkpoint, batch, config, rounds=args.rounds)
-
-
-def pack(name: str, checkpoint: Path, batch: TrainingBatch, config: TrainerConfig, *, rounds: int) -> Rows:
-    """Packed against padded micro-batches of a batch."""
-    share = real_share(batch.lengths.tolist(), max_tokens=config.micro_batch_tokens)
-    ways = {f"{name}, {way}": (replace(config, packing=way == "packed"), ONE_PASS) for way in ("packed", "padded")}
-    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
-        steps = {way: partial(t.train, batch) for way, t in trainers.items()}
-        note = f"real tokens {share:.3f}, limit {1 / share:.3f}"
-        yield from compared(steps, {f"{name}, padded": f"{name}, packed"}, rounds=rounds, note=lambda: note)
+        share = real_share(batch.lengths.tolist(), max_tokens=config.micro_batch_tokens)
+        ways = {f"{name}, {way}": (replace(config, packing=way == "packed"), ONE_PASS) for way in ("packed", "padded")}
+        with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+            steps = {way: partial(trainer.train, batch) for way, trainer in trainers.items()}
+            note = f"real tokens {share:.3f}, limit {1 / share:.3f}"
+            pair = {f"{name}, padded": f"{name}, packed"}
+            yield from compared(steps, pair, rounds=args.rounds, note=lambda note=note: note)
 
 
 def replay(args: argparse.Namespace, folder: Path) -> Rows:
-    """The goal for R3 is at most 1.02."""
+    """The goal for R3 is at most 1.02. Each mode that replays is over its base."""
+    pairs = {"R3": "no replay", "R2": "no replay, recording pass"}
     for name in args.models:
         checkpoint, batch = load_batch(name, folder)
-        ways = replay_ways(threads=args.threads, tokens=SIZES[name][2])
+        config = TrainerConfig(threads=args.threads, micro_batch_tokens=SIZES[name][2], prefix_sharing="off")
+        ways = {mode: (replace(config, router_replay=replayed), loss) for mode, (replayed, loss) in MODES.items()}
         with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
-            yield from compare_replay(name, trainers, batch, rounds=args.rounds)
-
-
-def replay_ways(*, threads: int, tokens: int) -> dict[str, Way]:
-    """The trainer of each of MODES."""
-    config = TrainerConfig(threads=threads, micro_batch_tokens=tokens)
-    return {name: (replace(config, router_replay=mode), loss) for name, (mode, loss) in MODES.items()}
-
-
-def compare_replay(name: str, trainers: dict[str, TrainerRank], batch: TrainingBatch, *, rounds: int) -> Rows:
-    """Modes that replay, each over its base."""
-    _, chosen = evaluate(trainers["R3"], batch, replay="R2")
-    batch = with_sequences(batch, lambda sequence, number: with_rows(sequence, chosen[number].astype(np.uint8)))
-    overlap = trainers["R3"].train(batch)["routing/overlap"]
-    steps = {n: partial(t.train, batch) for n, t in trainers.items()}
-    pairs = {"R3": "no replay", "R2": "no replay, recording pass"}
-    yield from compared(steps, pairs, rounds=rounds, note=lambda: f"{name}, rows as the live router {overlap:.1%}")
+            _, chosen = evaluate(trainers["R3"], batch, replay="R2")
+            batch = with_sequences(batch, lambda s, n, rows=chosen: with_rows(s, rows[n].astype(np.uint8)))
+            steps = {mode: partial(trainer.train, batch) for mode, trainer in trainers.items()}
+            note = f"{name}, rows as the live router {trainers['R3'].train(batch)['routing/overlap']:.1%}"
+            yield from compared(steps, pairs, rounds=args.rounds, note=lambda note=note: note)
 
 
 def checkpoints(args: argparse.Namespace, folder: Path) -> Rows:
@@ -285,21 +276,83 @@ def checkpoints(args: argparse.Namespace, folder: Path) -> Rows:
         yield from compared(steps, {"beside the save": "no save"}, rounds=args.rounds, note=note)
 
 
+def in_groups(batch: TrainingBatch, of: Sequence[int], common: Sequence[int]) -> TrainingBatch:
+    """The batch with the tokens and rows of sequence of[n] at the first common[n] positions of sequence n."""
+
+    def shared(sequence: TrainingSequence, number: int) -> TrainingSequence:
+        first, tokens = batch.sequence(of[number]), common[number]
+        assert first.rows is not None and sequence.rows is not None
+        pairs = (first.token_ids, sequence.token_ids), (first.rows, sequence.rows)
+        ids, rows = (np.concatenate((theirs[:tokens], ours[tokens:])) for theirs, ours in pairs)
+        return replace(sequence, token_ids=ids, rows=rows)
+
+    made = with_sequences(batch, shared)
+    return replace(made, shared=prefixes_of([made.sequence(number) for number in range(len(made))]))
+
+
+def recorded_batch(checkpoint: Path, rollouts: Path, *, groups: int) -> TrainingBatch:
+    """Tokens of the last groups that a run has recorded, with random rows; ids are taken modulo the vocabulary."""
+    tables = (pq.read_table(path, columns=["group", "token_ids"]) for path in sorted(rollouts.glob("*.parquet"))[-4:])
+    held = [(row["group"], row["token_ids"]) for table in tables for row in table.to_pylist()]
+    held = [each for each in held if each[0] in sorted({group for group, _ in held})[-groups:]]
+    batch, vocab = random_batch(checkpoint, [len(ids) for _, ids in held]), read_model_info(checkpoint).vocab_size
+    batch = with_sequences(batch, lambda s, n: replace(s, token_ids=np.array(held[n][1], np.int32) % vocab))
+    first = [next(i for i, (g, _) in enumerate(held) if g == group) for group, _ in held]
+    pairs = [(ids[:-1], held[of][1]) for (_, ids), of in zip(held, first, strict=True)]
+    common = [[*(x == y for x, y in zip(*pair, strict=False)), False].index(False) for pair in pairs]
+    return in_groups(batch, first, common)
+
+
+def tree_batches(checkpoint: Path, recorded: Path | None) -> dict[str, TrainingBatch]:
+    """Groups of a prompt and replies, by name."""
+    shapes = {"separate": (8, 0, 256), "3x": (8, 128, 40), "8x": (16, 448, 32)}
+    batches: dict[str, TrainingBatch] = {}
+    for name, (each, prompt, reply) in shapes.items():
+        drawn = random_batch(checkpoint, [prompt + reply] * each * 2, prompt=max(1, prompt))
+        batches[name] = in_groups(drawn, [n - n % each for n in range(len(drawn))], [prompt] * len(drawn))
+    return batches if recorded is None else {**batches, "recorded": recorded_batch(checkpoint, recorded, groups=8)}
+
+
+def tree_peak(checkpoint: Path, sharing: PrefixSharing, batch: TrainingBatch) -> int:
+    """Bytes by which a step raises the peak of this process, once gradients and optimizer have theirs."""
+    config = TrainerConfig(threads=1, micro_batch_tokens=1 << 20, prefix_sharing=sharing)
+    with trainers_side_by_side({"one": (config, ONE_PASS)}, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+        trainers["one"].train(random_batch(checkpoint, [8]))
+        return raised_peak(lambda: trainers["one"].train(batch))
+
+
+def trees(args: argparse.Namespace, folder: Path) -> Rows:
+    """The goal is at least 0.8 of the compression, and 0.99 without shared prefixes."""
+    checkpoint = save_random(args.models[-1], folder)
+    ways = {
+        way: (TrainerConfig(threads=args.threads, micro_batch_tokens=2048, prefix_sharing=way), ONE_PASS)
+        for way in get_args(PrefixSharing)
+    }
+    for name, batch in tree_batches(checkpoint, args.recorded).items():
+        with get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+            peaks = [pool.apply(tree_peak, (checkpoint, way, batch)) / 2**20 for way in ("off", "auto")]
+        with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=ADAM) as trainers:
+            compression = trainers["auto"].train(batch)["tree/compression"]
+            steps = {f"{name}, {way}": partial(trainer.train, batch) for way, trainer in trainers.items()}
+            note = f"compression {compression:.2f}, memory {peaks[0] / peaks[1]:.2f} ({peaks[1]:.0f} MiB)"
+            pair = {f"{name}, off": f"{name}, auto"}
+            yield from compared(steps, pair, rounds=args.rounds, note=lambda note=note: note)
+
+
 def attention_steps(tokens: int) -> tuple[dict[str, Callable[[], None]], list[Tensor]]:
     """Forward and backward of each way on rank 0, and the tensors that take gradients."""
-    rows = pack_rows([tokens], at=Coordinates(context=8))
-    (bucket,) = rows.buckets
-    shapes = ((HEADS, len(rows)), (KEY_HEADS, bucket.width), (KEY_HEADS, bucket.width))
+    rows = pack_rows(Forest.separate([tokens]), at=Coordinates(context=8))
+    shapes = ((HEADS, len(rows)), (KEY_HEADS, tokens), (KEY_HEADS, tokens))
     inputs = [torch.randn(1, *shape, CHANNELS).requires_grad_() for shape in shapes]
     (q, k, v), scale = inputs, CHANNELS**-0.5
 
     def mask(window: int | None) -> Tensor:
-        distance = rows.positions[:, None] - torch.arange(bucket.width)
-        allowed = (distance >= 0) & (distance < (window or bucket.width))
+        distance = rows.positions[:, None] - torch.arange(tokens)
+        allowed = (distance >= 0) & (distance < (window or tokens))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=True)
 
     def trainer(window: int | None) -> Tensor:
-        chunks = zip(q.split(bucket.chunk, dim=2), bucket.ends, strict=True)
+        chunks = zip(q.split([b.queries for b in rows.buckets], dim=2), [b.keys for b in rows.buckets], strict=True)
         outs = (attend_to_prefix(c, k[:, :, :e], v[:, :, :e], scale=scale, window=window) for c, e in chunks)
         return torch.cat([*outs], dim=2)
 
@@ -321,10 +374,19 @@ def attention_peak(name: str, tokens: int) -> int:
     torch.set_num_threads(1)
     steps, inputs = attention_steps(tokens)
     gradients = [torch.zeros_like(tensor) for tensor in inputs]
+
+    def step() -> None:
+        gradients.clear()
+        steps[name]()
+
+    return raised_peak(step)
+
+
+def raised_peak(step: Callable[[], object]) -> int:
+    """Bytes by which a step raises the peak of this process."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
     before = resident_bytes("VmRSS")
-    gradients.clear()
-    steps[name]()
+    step()
     return resident_bytes("VmHWM") - before
 
 
@@ -346,7 +408,7 @@ def attention(args: argparse.Namespace, _folder: Path) -> Rows:
 
 
 CASES: dict[str, Callable[[argparse.Namespace, Path], Rows]] = {
-    case.__name__: case for case in (bare, packing, replay, checkpoints, attention)
+    case.__name__: case for case in (bare, packing, replay, checkpoints, trees, attention)
 }
 
 
@@ -356,6 +418,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES), help="replay; checkpoints: the last")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--recorded", type=Path, help="trees: the folder `rollouts` of a run")
     parser.add_argument("--tokens", type=int, default=32768, help="attention: tokens of the sequence")
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ TRAINER_FILES = {  # feature -> file
     "every loss and advantage": "tests/e2e/test_trainer_objectives.py",
     "several optimizer steps per batch": "tests/e2e/test_trainer_mini_batches.py",
     "router replay": "tests/e2e/test_trainer_replay.py",
+    "shared prefixes": "tests/e2e/test_shared_prefixes.py",
     "LoRA": "tests/e2e/test_trainer_lora.py",
     "top-p, top-k and min-p": "tests/e2e/test_trainer_support.py",
     "checkpoints": "tests/e2e/test_trainer_checkpoint.py",

@@ -92,6 +92,9 @@ class GroupHead(Admission):
 
     trajectories: tuple[TrajectoryHead, ...]
     """Trajectories of the prompt, failed ones included."""
+    prefixes: tuple[tuple[int, int], ...] = ()
+    """For each trained sequence, in order: the longest prefix of tokens and rows that an earlier one has too, as
+    (number of that sequence, tokens), (-1, 0) if there is none; empty if the content was not compared."""
 
     @property
     def num_segments(self) -> int:
@@ -102,6 +105,16 @@ class GroupHead(Admission):
     def num_tokens(self) -> int:
         """Sampled tokens, those of failed rollouts included."""
         return sum(t.num_sampled for t in self.trajectories)
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """(trajectory, sequence) of each trained sequence."""
+        return [
+            (number, at)
+            for number, trajectory in enumerate(self.trajectories)
+            for of_agent in trajectory.trained.values()
+            for at in of_agent
+        ]
 
     def tokens_per_version(self) -> dict[int, int]:
         """`param_version` -> tokens that it sampled (> 0), of rollouts that did not fail and trained agents."""

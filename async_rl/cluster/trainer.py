@@ -21,6 +21,8 @@ from async_rl.files.logs import log_failure, open_log
 from async_rl.files.rollouts import FOLDER
 from async_rl.metrics.trace import Trace
 from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.model.families import read_shape
+from async_rl.trainer.model.flops import pair_cost
 from async_rl.trainer.model.model import LoraConfig, TrainerConfig, rank_environment
 from async_rl.trainer.planning import BatchPlan, Planner
 from async_rl.trainer.rank_methods import TrainerRank
@@ -210,7 +212,7 @@ class TrainerClient:
             )
             for i in range(trainer.ranks)
         ]
-        planner = Planner(config=trainer, loss=config.loss)
+        planner = Planner(config=trainer, loss=config.loss, pair_cost=pair_cost(read_shape(checkpoint)))
         client = cls(actors, planner=planner, timeout_s=config.cluster.call_timeout_s, logs=logs, trace=trace)
         failed = TrainerLostError  # also if a rank raises, perhaps because another one died
         try:

@@ -62,6 +62,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
     if explanation.tflops is not None:
         share = "" if explanation.mfu is None else f", {explanation.mfu:.1%} of its peak (MFU)"
         yield f"while it trains, a rank computes {explanation.tflops:.3g} TFLOP/s{share}"
+    if explanation.compression is not None:
+        yield f"shared prefixes: it computes one of {explanation.compression:.2f} tokens (trainer.prefix_sharing)"
     yield from ("", "over the run")
     for first, last, parts in explanation.periods(PERIODS):
         largest = sorted(parts, key=lambda cause: -parts[cause])[:3]

@@ -61,6 +61,8 @@ class Explanation:
     """Mean `throughput/train_tflops` of the steps; None if none has it."""
     mfu: float | None
     """Mean `throughput/mfu` of the steps; None if none has it."""
+    compression: float | None
+    """Mean `tree/compression` of the steps; None if none has it."""
     staleness: Staleness | None
     """Sources of the staleness; None if they are not known."""
     waited_for: Sequence[GroupWait]
@@ -152,6 +154,7 @@ def _explain(records: Records) -> Explanation:
         trainer=summed((s.kind, s.overlap(steps[0].start, steps[-1].end)) for s in records.rank_spans),
         tflops=_mean(records, steps, "throughput/train_tflops"),
         mfu=_mean(records, steps, "throughput/mfu"),
+        compression=_mean(records, steps, "tree/compression"),
         staleness=_staleness(records),
         waited_for=_longest_waited_for(steps),
         in_queue=_longest_in_queue(records, steps),

@@ -159,6 +159,11 @@ METRICS: dict[str, Metric] = {
     "throughput/train_tflops": Metric(
         "mean", "TFLOP/s", "of a trainer rank while it trains, without recomputation and passes without gradient"
     ),
+    "tree/tokens": Metric("mean", "tokens", "tokens of the sequences that the trainer computed with gradient"),
+    "tree/unique_tokens": Metric(
+        "mean", "tokens", "these with a shared token counted once for each micro-batch (trainer.prefix_sharing)"
+    ),
+    "tree/compression": Metric("mean", "", "tree/tokens over tree/unique_tokens; 1 if nothing is shared"),
     "throughput/mfu": Metric("mean", "share", "throughput/train_tflops over the peak of the GPU (trainer.peak_flops)"),
     "ledger/admitted": Metric("last", "groups", "admitted since the start of the run"),
     "ledger/trained": Metric("last", "groups", "trained since the start of the run"),

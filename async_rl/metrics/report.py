@@ -107,6 +107,7 @@ PANELS = (
     _panel("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
     _panel("Time", "Operations per second of a trainer rank", "throughput/train_tflops", zero=True),
     _panel("Time", "Share of the GPU's peak", "throughput/mfu", zero=True),
+    _panel("Time", "Tokens per token that is computed (shared prefixes)", "tree/compression"),
     _panel("Time", "Time of a step", "step/seconds", zero=True),
     _panel("Time", "Time of a publish", "sync/seconds", "sync/pause_seconds", zero=True),
     _panel("Time", "Groups in the queue", "queue/ready", "queue/open", zero=True),

@@ -14,7 +14,7 @@ All times are in seconds, all rates per second.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -25,6 +25,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
+from agent_loop.bounds import Count
 from async_rl.files.validation import explain
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
@@ -33,7 +34,6 @@ from message_queue.policies import StalenessConfig
 
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
-Count = Annotated[int, Ge(1)]
 
 
 class PlanError(AsyncRLError, ValueError):
@@ -110,6 +110,8 @@ class Workload(_Strict):
     """Sampled tokens of a trajectory."""
     prompt_tokens: NotNegative = 0.0
     """Tokens of a prompt, and so of each trajectory, that are not sampled."""
+    prefix_sharing: bool = False
+    """Whether the trainer computes the prompt of a group once (`trainer.prefix_sharing`)."""
     turns: Count = 1
     """Model calls of a trajectory, of equal lengths."""
     tool_s: Distribution = Distribution()
@@ -218,9 +220,12 @@ class Description:
                 f"cluster.train_gpus is {cluster.train_gpus} of {cluster.gpus} GPUs; leave at least the "
                 f"cluster.gpus_per_replica={cluster.gpus_per_replica} of one replica"
             )
-
-
-_KEYS = frozenset(("cluster", "workload", "rates", "publish", "staleness", "interruptions"))
+        bound, every = self.staleness.max_staleness, self.publish.every
+        if bound < every - 1:
+            raise PlanError(
+                f"staleness.max_staleness is {bound} with publish.every={every}: the batches between two publishes "
+                f"exceed the bound; set it to at least {every - 1}"
+            )
 
 
 def read_description(path: Path) -> Description:
@@ -233,9 +238,9 @@ def read_description(path: Path) -> Description:
         values: Any = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
         raise PlanError(f"{path} cannot be read: {error}") from error
-    found = sorted(values.keys() - _KEYS) if isinstance(values, dict) else [values]
-    if found:
-        raise PlanError(f"{path} has {found}; its keys are {', '.join(sorted(_KEYS))}")
+    keys = sorted(each.name for each in fields(Description))
+    if found := sorted(values.keys() - keys) if isinstance(values, dict) else [values]:
+        raise PlanError(f"{path} has {found}; its keys are {', '.join(keys)}")
     try:
         return TypeAdapter(Description).validate_python(values)
     except ValidationError as error:

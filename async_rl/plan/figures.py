@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from agent_loop.user_errors import Failure
-from async_rl.metrics.lengths import Lengths
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.registry import StepRecord
-from async_rl.metrics.validation import ValidationResult
 from async_rl.plan.description import Description
-from async_rl.plan.replica import PlannedReplica
+from async_rl.plan.parts import OpenTrajectories, PlannedReplica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,34 +46,6 @@ class Seen:
     """Content that rollout workers receive, mean over time."""
 
 
-class OpenTrajectories:
-    """Trajectories in rollout: their number now, and the seconds with any.
-
-    Attributes:
-        turned: set when the first one opens, or the last one ends.
-    """
-
-    def __init__(self) -> None:
-        self.turned = asyncio.Event()
-        self._count = 0
-        self._seconds = self._since = 0.0
-
-    def __bool__(self) -> bool:
-        return self._count > 0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds with an open trajectory so far."""
-        return self._seconds + (asyncio.get_running_loop().time() - self._since if self._count else 0.0)
-
-    def change(self, by: int) -> None:
-        """Open `by` trajectories; a negative number ends as many."""
-        self._seconds, self._since = self.seconds, asyncio.get_running_loop().time()
-        if bool(self._count) != bool(self._count + by):
-            self.turned.set()
-        self._count += by
-
-
 @dataclass(slots=True, kw_only=True)
 class _Step:
     """A batch, and counters at its end."""
@@ -98,39 +67,36 @@ class _Step:
 
 
 class Figures(Recorder):
-    """A recorder that counts, and writes no files itself.
+    """A recorder that also counts.
 
     Args:
         replicas: all simulated ones.
         opened: trajectories in rollout.
         drawn: group -> lengths of its trajectories; entries are removed at the end of a group.
-        files: gets metrics and ledger too; None for none.
     """
 
     def __init__(
         self,
-        replicas: Sequence[PlannedReplica],
+        directory: Path,
         *,
+        replicas: Sequence[PlannedReplica],
         opened: OpenTrajectories,
         drawn: MutableMapping[int, NDArray[np.int64]],
-        files: Recorder | None,
     ) -> None:
-        self.lengths = Lengths()
-        self.checkpointed = asyncio.Event()
+        super().__init__(directory, console=None)
         self._replicas = replicas
         self._opened = opened
         self._drawn = drawn
-        self._written = files
         self._steps: list[_Step] = []
 
     def step(self, record: StepRecord) -> None:
+        super().step(record)
         waited = record.metrics["idle/trainer"] * record.metrics["step/seconds"]
         self._steps.append(_Step(waited=waited, staleness=record.staleness_tokens))
-        if self._written is not None:
-            self._written.step(record)
 
     def ledger(self, records: Sequence[Mapping[str, Any]]) -> None:
         """The last call of the controller for a batch."""
+        super().ledger(records)
         step = self._steps[-1]
         step.ended += (lengths for r in records if (lengths := self._drawn.pop(r["group"], None)) is not None)
         for replica in self._replicas:
@@ -138,23 +104,6 @@ class Figures(Recorder):
         step.at, step.open_s = asyncio.get_running_loop().time(), self._opened.seconds
         step.sampled = sum(replica.tokens for replica in self._replicas)
         step.busy = sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
-        if self._written is not None:
-            self._written.ledger(records)
-
-    def note(self, text: str, *, level: int = logging.INFO) -> None:
-        """Nobody reads the notes of a plan."""
-
-    def warn_once(self, failure: Failure) -> None:
-        """As `note`."""
-
-    def published(self, train_step: int, metrics: Mapping[str, float]) -> None:
-        """As `note`."""
-
-    def validation(self, train_step: int, result: ValidationResult) -> None:
-        """Held-out trajectories have no success."""
-
-    def validation_rollouts(self, train_step: int, result: ValidationResult) -> None:
-        """As `validation`."""
 
     def seen(
         self, description: Description, *, num_replicas: int, trajectories: int, groups_of: float, skipped: int

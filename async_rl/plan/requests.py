@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_rl.plan.decode_step import StepFunction, fit_decode_step, not_negative
 from async_rl.plan.records import Records, Span
 
 Floats = NDArray[np.float64]
@@ -21,6 +21,7 @@ SLOW = 1.3  # seconds per token of a slow replica, over those of the others
 USUAL = 0.9  # quantile of the lengths above which a trajectory is long
 TRIMS = 3
 LEAST_REQUESTS = 20  # of a fit
+FITS = 20
 
 
 def trained_groups(records: Records) -> Mapping[int, Sequence[int]]:
@@ -313,3 +314,104 @@ def _mean_running(counts: Mapping[str, StepFunction]) -> tuple[float, float]:
     open_s = sum(float(np.diff(each.times)[each.values > 0].sum()) for each in counts.values())
     whole_s = max(each.times[-1] for each in counts.values()) - min(each.times[0] for each in counts.values())
     return sum(float(each.integral[-1]) for each in counts.values()) / open_s, open_s / len(counts) / float(whole_s)
+
+
+# ---- the decode step, a + b n seconds with n requests on a replica
+
+
+@dataclass(frozen=True, slots=True)
+class StepFunction:
+    """A function of time that is constant between some times, and zero before and after them.
+
+    Requests from 0 to 2 s and from 1 to 4 s: times [0, 1, 2, 4] and values [1, 2, 1].
+    """
+
+    times: Floats
+    """float64 [T], seconds."""
+    values: Floats
+    """float64 [T - 1], from each time to the next."""
+    integral: Floats = field(init=False)
+    """float64 [T], from the first time to each."""
+
+    def __post_init__(self) -> None:
+        integral = np.concatenate([[0.0], (self.values * np.diff(self.times)).cumsum()])
+        object.__setattr__(self, "integral", integral)
+
+    @classmethod
+    def of_open(cls, starts: Floats, ends: Floats) -> StepFunction:
+        """Number of intervals that are open at a time."""
+        times = np.unique([*starts, *ends])
+        changes = np.zeros(len(times))
+        np.add.at(changes, np.searchsorted(times, starts), 1)
+        np.add.at(changes, np.searchsorted(times, ends), -1)
+        return cls(times, changes.cumsum()[:-1])
+
+    def between(self, start: Floats | float, end: Floats | float) -> Floats:
+        """Integral over each interval."""
+        return np.asarray(np.interp(end, self.times, self.integral) - np.interp(start, self.times, self.integral))
+
+    def mean(self, start: float, end: float) -> float:
+        """Mean over an interval; 0 if it has no length."""
+        return float(self.between(start, end)) / (end - start) if end > start else 0.0
+
+    def most(self, start: float, end: float) -> float:
+        """Largest value in an interval between the first and the last time."""
+        first, last = self.times.searchsorted(start, side="right") - 1, self.times.searchsorted(end)
+        return float(self.values[first:last].max())
+
+
+def fit_decode_step(
+    tokens: Floats, spent: Floats, *, start: Floats, end: Floats, running: StepFunction, max_running: int
+) -> tuple[float, float]:
+    """Seconds of a decode step without requests, and per request of a replica, by least squares.
+
+    Args:
+        tokens: float64 [requests], tokens that each request decodes one after the other.
+        spent: float64 [requests], seconds that they took.
+        start: float64 [requests], start of each request, in seconds.
+        end: float64 [requests], its end; there may be pauses between.
+        running: requests of the replica over time.
+        max_running: requests that a replica decodes at a time; others wait.
+    """
+    waits = np.maximum(1, running.values / max_running)  # seconds per token of a request, over those of a decode step
+
+    def improved(a: float, b: float) -> tuple[float, float, float]:
+        """a and b from the progress of the requests by a and b, and the squared error."""
+        progress = np.where(running.values > 0, 1 / (a * waits + b * running.values + 1e-12), 0.0)  # tokens per second
+        decoded = StepFunction(running.times, progress).between(start, end)
+        # The mean over the tokens of each request.
+        means = [
+            StepFunction(running.times, v * progress).between(start, end) / decoded for v in (waits, running.values)
+        ]
+        columns = tokens[:, None] * np.stack(means, axis=1)
+        a, b = map(float, not_negative(columns, spent))
+        return a, b, float(((columns @ (a, b) - spent) ** 2).sum())
+
+    # From two places, because b=0 may be a fixed point: a step that requests do not change, and one that they do.
+    found: list[tuple[float, float, float]] = []
+    for a, b in ((1.0, 0.0), (1.0, 1.0)):
+        error = math.inf
+        for _ in range(FITS):
+            a, b, error = improved(a, b)
+        found.append((a, b, error))
+    return min(found, key=lambda each: each[2])[:2]
+
+
+def not_negative(columns: Floats, values: Floats) -> Floats:
+    """Least squares with coefficients >= 0, over all subsets of the columns.
+
+    Args:
+        columns: float64 [values, columns].
+        values: float64 [values].
+
+    Returns:
+        float64 [columns].
+    """
+    best, least = np.zeros(columns.shape[1]), math.inf
+    for chosen in product((False, True), repeat=columns.shape[1]):
+        found = np.zeros(columns.shape[1])
+        found[list(chosen)] = np.linalg.lstsq(columns[:, chosen], values, rcond=None)[0]
+        error = float(((columns @ found - values) ** 2).sum())
+        if (found >= 0).all() and error < least:
+            best, least = found, error
+    return best

@@ -1,7 +1,7 @@
 """A run in virtual time, with the real controller and without tokens.
 
 real      controller, queue, staleness policy, dispatcher, router, pool, publisher, gates of the replicas
-planned   replicas (`replica.py`), rollouts (`worker.py`), trainer, checkpoints (`trainer.py`), records (`figures.py`)
+planned   replicas, trainer and checkpoints (`parts.py`), rollouts (`worker.py`), records (`figures.py`)
 
 If the cluster is larger than `MAX_REPLICAS` or its batch than `MAX_TRAJECTORIES`, a part is simulated: of N times
 fewer replicas and groups, each as fast as before, with a trainer that trains N times the tokens. A thinned simulation
@@ -12,36 +12,37 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt
 from async_rl.controller.checkpoints import RunState
 from async_rl.controller.controller import Controller
 from async_rl.controller.parts import RunParts, Trainer
+from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
-from async_rl.inference.stub import InProcess
-from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.plan.description import Description
-from async_rl.plan.figures import Figures, OpenTrajectories, Seen
-from async_rl.plan.replica import PlannedReplica, Replicas
-from async_rl.plan.trainer import PlannedCheckpoints, PlannedTrainer
+from async_rl.plan.figures import Figures, Seen
+from async_rl.plan.parts import (
+    OpenTrajectories,
+    PlannedCheckpoints,
+    PlannedReplica,
+    PlannedTrainer,
+    Replicas,
+)
 from async_rl.plan.worker import GroupLengths, PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
+from async_rl.simulator.standins import LocalQueue
 from async_rl.simulator.virtual_time import run_in_virtual_time
-from async_rl.trainer.batch.advantage import AdvantageConfig
-from message_queue.ledger import LedgerRecord
 from message_queue.policies import build_policy
-from message_queue.queue import TrajectoryQueue
 
 if TYPE_CHECKING:
     from async_rl.cluster.queue import QueueClient
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 MAX_REPLICAS, MAX_TRAJECTORIES = 64, 1024
 LEAST_GROUPS = 8  # of a simulated batch
 NO_TIMEOUT_S = 1e9
-TEXT = (Message(role="user", content=""),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,30 +94,31 @@ def simulate(
         thin_to: see `scale_of`.
         directory: gets trace, metrics, schedule and ledger of the run; None writes no files.
     """
-    cluster, rates = description.cluster, description.rates.model_copy(update={"switch_s": 0.0})
-
-    async def run() -> Seen:
-        alone = replace(description, rates=rates)
-        serving = cluster.gpus - cluster.train_gpus
-        simulated = _Run(alone, serving=serving, training=cluster.train_gpus, seed=seed, thin_to=thin_to, to=directory)
-        return await simulated.go(steps)
-
-    return run_in_virtual_time(run())
+    cluster = description.cluster
+    alone = replace(description, rates=description.rates.model_copy(update={"switch_s": 0.0}))
+    run = partial(_Run, alone, serving=cluster.gpus - cluster.train_gpus, training=cluster.train_gpus, seed=seed)
+    return _seen(partial(run, thin_to=thin_to, trace=directory is not None), steps=steps, directory=directory)
 
 
 def simulate_synchronous(description: Description, *, steps: int, seed: int = 0) -> Seen:
     """The same with bound 0, on the GPUs that `cluster.synchronous` names."""
     bound = replace(description.staleness, max_staleness=0, policy="wait")
-    publish = description.publish.model_copy(update={"mode": "at_once"})
+    publish = description.publish.model_copy(update={"mode": "at_once", "every": 1})
     alone = replace(description, staleness=bound, publish=publish)
     if description.cluster.synchronous == "split":
         return simulate(alone, steps=steps, seed=seed)
+    gpus = description.cluster.gpus
+    return _seen(partial(_Run, alone, serving=gpus, training=gpus, seed=seed), steps=steps)
 
-    async def run() -> Seen:
-        gpus = description.cluster.gpus
-        return await _Run(alone, serving=gpus, training=gpus, seed=seed).go(steps)
 
-    return run_in_virtual_time(run())
+def _seen(make: Callable[..., _Run], *, steps: int, directory: Path | None = None) -> Seen:
+    """Figures of a run whose files are in a directory; None discards them."""
+
+    async def run(to: Path) -> Seen:
+        return await make(to=to).go(steps)
+
+    with TemporaryDirectory(prefix="async_rl-plan-") as scratch:
+        return run_in_virtual_time(run(directory or Path(scratch)))
 
 
 class _Run:
@@ -128,7 +129,8 @@ class _Run:
         training: GPUs of the trainer.
         seed: for lengths, tools and failures.
         thin_to: see `scale_of`.
-        to: directory for the files of the run; None writes none.
+        to: directory for the files of the run.
+        trace: whether its trace is among them.
     """
 
     def __init__(
@@ -138,8 +140,9 @@ class _Run:
         serving: int,
         training: int,
         seed: int,
+        to: Path,
         thin_to: int | None = None,
-        to: Path | None = None,
+        trace: bool = False,
     ) -> None:
         self._description = description
         self._num_replicas = serving // description.cluster.gpus_per_replica
@@ -147,15 +150,19 @@ class _Run:
         self._replicas = _replicas(description, scale)
         self._pool = ReplicaPool(self._replicas)
         opened, clock = OpenTrajectories(), asyncio.get_running_loop().time
-        self._trace = Trace(None if to is None else to / "trace.json", clock=clock)
+        self._trace = Trace(to / "trace.json" if trace else None, clock=clock)
         lengths = GroupLengths(description.workload, groups=scale.groups, scale=scale.groups_of, seed=seed)
         worker = PlannedWorker(self._pool, description, lengths=lengths, seed=seed, opened=opened, clock=clock)
         self._rollouts = Dispatcher([worker], pool=self._pool, trace=self._trace)
         self._trainer = PlannedTrainer(
-            description.rates, gpus=training, groups_of=scale.groups_of, replicas=self._replicas, opened=opened
+            description.rates,
+            shared_tokens=description.workload.prompt_tokens if description.workload.prefix_sharing else 0.0,
+            gpus=training,
+            groups_of=scale.groups_of,
+            replicas=self._replicas,
+            opened=opened,
         )
-        self._files = None if to is None else Recorder(to, console=None)
-        self._figures = Figures(self._replicas, opened=opened, drawn=worker.drawn, files=self._files)
+        self._figures = Figures(to, replicas=self._replicas, opened=opened, drawn=worker.drawn)
 
     async def go(self, steps: int) -> Seen:
         """Simulate `steps` steps after those that fill the pipeline."""
@@ -177,16 +184,17 @@ class _Run:
         controller = Controller(
             _config(description, steps=skipped + steps),
             parts,
-            prompts=PromptSource(lambda index: Prompt(index=index, messages=TEXT)),
-            queue=cast("QueueClient", _Queue(build_policy(description.staleness, batch_groups=scale.groups))),
+            prompts=PromptSource(_prompt),
+            queue=cast("QueueClient", LocalQueue(build_policy(description.staleness, batch_groups=scale.groups))),
             contents=GroupContents(),
             trainer=cast(Trainer, self._trainer),
             start=RunState(),
         )
-        await controller.run()
+        try:
+            await controller.run()
+        finally:
+            self._figures.close()
         self._trace.write()
-        if self._files is not None:
-            self._files.close()
         trajectories = scale.groups * workload.trajectories_per_group
         return self._figures.seen(
             description,
@@ -212,46 +220,33 @@ class _Run:
 
 def _replicas(description: Description, scale: Scale) -> list[PlannedReplica]:
     rates, last = description.rates.thinned(scale.requests_of), scale.replicas - 1
-    staged, slow = description.publish.mode == "staged", description.interruptions.slow_replica
-    return [
-        PlannedReplica(f"replica-{n}", rates=rates, staged=staged, slow=slow if n == last else 1.0)
-        for n in range(scale.replicas)
-    ]
+    slow = description.interruptions.slow_replica
+    return [PlannedReplica(f"replica-{n}", rates=rates, slow=slow if n == last else 1.0) for n in range(scale.replicas)]
 
 
 def _config(description: Description, *, steps: int) -> RunConfig:
-    """What the controller reads of a run's settings; to make a whole RunConfig would import Hydra and torch."""
-    values = SimpleNamespace(
-        total_train_steps=steps,
-        seed=0,
-        advantage=AdvantageConfig(),
-        rollout=SimpleNamespace(
-            max_failed_groups=sys.maxsize,
-            drop_without_spread=0,
-            on_update=description.publish.on_update,
-            kv="recompute",
-            record=SimpleNamespace(steps=0, trajectories=0),
-            sampling=SamplingConfig(),
-        ),
-        sync=SimpleNamespace(every=description.publish.every, timeout_s=NO_TIMEOUT_S),
-        trainer=SimpleNamespace(updates_per_batch=1),
-        validation=SimpleNamespace(every=description.interruptions.validation_every, samples=1),
+    from async_rl.simulator.scenario import run_config  # imports Hydra, which a command that plans nothing does without
+
+    return run_config(
+        {
+            "total_train_steps": steps,
+            "seed": 0,
+            "staleness": description.staleness,
+            "rollout.on_update": description.publish.on_update,
+            "rollout.record": RecordConfig(steps=0),
+            "sync.every": description.publish.every,
+            "sync.timeout_s": NO_TIMEOUT_S,
+            "validation.every": description.interruptions.validation_every,
+        }
     )
-    return cast("RunConfig", values)
 
 
 def _held_out(description: Description, *, groups_of: float) -> Sequence[Prompt]:
     trajectories = description.interruptions.validation_trajectories
     count = max(1, round(trajectories / groups_of)) if trajectories else 0
-    return [Prompt(index=index, messages=TEXT) for index in range(count)]
+    return [_prompt(index) for index in range(count)]
 
 
-class _Queue(InProcess, TrajectoryQueue):
-    """A queue of the process itself."""
-
-    _drained = 0
-
-    async def drain_records(self) -> list[LedgerRecord]:
-        records = await self.records_after(self._drained)
-        self._drained += len(records)
-        return records
+def _prompt(index: int) -> Prompt:
+    """A prompt without text."""
+    return Prompt(index=index, messages=(Message(role="user", content=""),))

@@ -17,14 +17,12 @@ from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Prompt
 from agent_loop.timeline import Timeline, enclosing, timed
 from agent_loop.tools.tool import PauseGate
-from async_rl.inference.pool import PoolReplica, ReplicaPool
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.plan.description import Description, Workload
-from async_rl.plan.figures import OpenTrajectories
-from async_rl.plan.replica import Decode
-from async_rl.rollout.group_contents import ContentPlace
+from async_rl.plan.parts import Decode, OpenTrajectories
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
@@ -210,24 +208,14 @@ class PlannedWorker(InProcess):
             self._gate.resume()
         self._pool.avoid(avoided)
 
-    async def open(self, place: ContentPlace, *, writer: str) -> None:
-        """There is no content."""
-
-    async def flush(self) -> None:
-        """There is no content."""
-
-    async def forget(self, groups: Collection[int]) -> None:
-        """There is no content."""
-
-    async def follow(self, replicas: Sequence[PoolReplica]) -> None:
-        """The pool is that of the driver."""
-
     async def events(self) -> list[WorkerEvent]:
         await asyncio.Event().wait()
         return []
 
-    async def end(self) -> None:
-        """The plan ends its tasks."""
+    async def _nothing(self, *_args: object, **_options: object) -> None:
+        """There is no content, and the pool is that of the driver."""
+
+    open = flush = forget = follow = end = _nothing
 
 
 def _dropped(group: int, spans: Sequence[Sequence[Span]], *, reason: Drop) -> DroppedGroup:

@@ -297,13 +297,16 @@ class Dispatcher:
             for event in events:
                 match event:
                     case LostReplica():
-                        for replica in self._pool.members:
-                            if replica.name == event.name:
-                                self._pool.lose(replica, reason=event.reason, notes=event.notes)
+                        self._lose_replica(event)
                     case FailedRollout():
                         self._record_failed(event)
                     case Failure():
                         self._note_failure(event)
+
+    def _lose_replica(self, lost: LostReplica) -> None:
+        for replica in self._pool.members:
+            if replica.name == lost.name:
+                self._pool.lose(replica, reason=lost.reason, notes=lost.notes)
 
     async def _follow(self) -> None:
         """Have the workers use the live replicas."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent_loop.loop import Prompt
 from agent_loop.programs.endpoint.host import Sessions
@@ -21,6 +21,7 @@ from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
 from async_rl.rollout.validator import Validator
+from async_rl.trainer.batch.forest import prefixes_of
 from message_queue.errors import JournalError
 from message_queue.heads import GroupHead, head_of
 from message_queue.ledger import Drop
@@ -126,7 +127,10 @@ class RolloutWorker(InProcess):
         spans = self._rollouter.timeline.take()
         if isinstance(outcome, DroppedGroup):
             return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), ()
-        return RolledGroup(outcome=head_of(outcome), generated=generated, time_spans=spans), content_of(outcome)
+        head, content = head_of(outcome), content_of(outcome)
+        prefixes = await asyncio.to_thread(prefixes_of, [content[number][at] for number, at in head.trained])
+        head = replace(head, prefixes=tuple(prefixes))
+        return RolledGroup(outcome=head, generated=generated, time_spans=spans), content
 
     async def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group; see `Rollouter.cancel`."""

@@ -1,7 +1,7 @@
-"""Agent programs of a simulated run: random calls to the real sessions, in a rollout worker or from outside.
+"""The task of a simulated run: an agent loop with a tool and a reward, or agent programs in or outside of workers.
 
-An agent continues its conversation, rewrites it, asks sub-agents, makes calls side by side, repeats calls, and may
-fail. What it asked and was answered is noted by the oracle.
+An agent makes random calls to the real sessions: it continues its conversation, rewrites it, asks sub-agents, makes
+calls side by side, repeats calls, and may fail. What it asked and was answered is noted by the oracle.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from agent_loop.engine import GenerateRequest
-from agent_loop.loop import AgentLoop, Message, Prompt
+from agent_loop.boundary import call_function
+from agent_loop.chat import Chat
+from agent_loop.control_tokens import Tokenizer
+from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
+from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
 from agent_loop.programs.conversation import (
     ChatAnswer,
     ChatRequest,
@@ -28,21 +31,25 @@ from agent_loop.programs.conversation import (
     RequestError,
     TokenRequest,
 )
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import OpenedSession, Sessions
+from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.program import external
 from agent_loop.programs.session import AgentSession
+from agent_loop.reward import Completion
+from agent_loop.tool_use import ToolUseLoop
+from agent_loop.tools.tool import PauseGate, ToolRunner, describe_tool
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
+from async_rl.rollout.task import Task
 from async_rl.simulator.processes import Process, current_process
 from async_rl.simulator.trajectory_checks import AgentCall
 from async_rl.simulator.violations import require
+from message_queue.errors import RolloutError, ToolError
 from message_queue.tokens import TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
-T = TypeVar("T")
 EXTERNAL = 8  # agents outside of a run
 CLIENT_S = 250.0  # a client waits for an answer at most; longer than rollout.limits.generate_timeout_s
 END_S = 20.0  # an agent that has made its calls ends its session in less
@@ -53,39 +60,46 @@ session_name: ContextVar[str] = ContextVar("session", default="")
 """Session of the rollout whose code runs."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """Where a worker serves its sessions, in place of a server; see `agent_loop.programs.endpoint.server.serve`."""
+    """Sessions of a worker, for their clients."""
 
-    def __init__(self, world: World, host: Sessions, *, run_key: str, config: EndpointConfig) -> None:
-        process = current_process()
-        assert process is not None
-        self._world = world
-        self._host = host
-        self.process: Process = process
-        self.url = f"http://{process.process_name}"
+    host: Sessions
+    """The sessions."""
+    process: Process
+    """The worker."""
 
-    async def __aenter__(self) -> str:
-        self._world.endpoints[self.url] = self
-        return self.url
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._world.endpoints.get(self.url) is self:
-            del self._world.endpoints[self.url]
-
-    async def post(self, act: Callable[[Sessions], Coroutine[Any, Any, T]]) -> T:
+    async def post(self, act: Callable[[Sessions], Any]) -> Any:
         """The answer of the worker to a request.
 
         Raises:
             EndpointError: the request is refused.
             ConnectionError: the worker is dead, silent, or dies meanwhile.
         """
+
+        async def work() -> Any:
+            answer = act(self.host)
+            return await answer if isinstance(answer, Coroutine) else answer
+
         try:
             async with asyncio.timeout(CLIENT_S):
-                return await self.process.request(lambda: act(self._host))
+                return await self.process.request(work)
         except TimeoutError:
             raise ConnectionError("no answer") from None
+
+
+@asynccontextmanager
+async def serve(world: World, host: Sessions, **_options: object) -> AsyncGenerator[str]:
+    """Take the place of `agent_loop.programs.endpoint.server.serve`."""
+    process = current_process()
+    assert process is not None
+    endpoint, url = Endpoint(host, process), f"http://{process.process_name}"
+    world.endpoints[url] = endpoint
+    try:
+        yield url
+    finally:
+        if world.endpoints.get(url) is endpoint:
+            del world.endpoints[url]
 
 
 @dataclass(slots=True, eq=False)
@@ -128,14 +142,14 @@ class Agent:
         await self._leave()
         return await self._reward()
 
-    async def post(self, act: Callable[[AgentSession], Coroutine[Any, Any, T]]) -> T:
+    async def post(self, act: Callable[[AgentSession], Any]) -> Any:
         """Make a request with the key of the session."""
 
-        async def with_key(host: Sessions) -> T:
+        def with_key(host: Sessions) -> Any:
             session = host.session_of(self.key)
             if session is None:
                 raise RequestError("the key is not valid")
-            return await act(session)
+            return act(session)
 
         return await self.endpoint.post(with_key)
 
@@ -203,15 +217,13 @@ class Agent:
         return self.chance.choice([answer for answer in answers if isinstance(answer, ChatAnswer)])
 
     async def _retry(self, last: ChatAnswer) -> ChatAnswer:
-        request = self._request()
-        return await self._same(request, replace(request, is_retry=True))
+        return await self._same(self._request())
 
     async def _repeat(self, last: ChatAnswer) -> ChatAnswer:
-        request = self._request(key=f"call {len(self.history)} {self.chance.random()}")
-        return await self._same(request, request)
+        return await self._same(self._request(key=f"call {len(self.history)} {self.chance.random()}"))
 
-    async def _same(self, request: ChatRequest, retry: ChatRequest) -> ChatAnswer:
-        first, again = await self._ask(request), await self._ask(replace(retry, is_retry=True))
+    async def _same(self, request: ChatRequest) -> ChatAnswer:
+        first, again = await self._ask(request), await self._ask(replace(request, is_retry=True))
         text = "{}: a retry is answered with {}, the call with {}"
         self.world.judge(require, "exactly once", first == again, text, self.session, again.token_ids, first.token_ids)
         return again
@@ -269,12 +281,8 @@ class Agent:
                 return None
             case how:
                 report = value if how == "reported" else {POLICY: value}
-
-                async def reward(session: AgentSession) -> None:
-                    session.reward(report)
-
                 self.world.oracle.rewarded(self.session, value)
-                await self.post(reward)
+                await self.post(lambda session: session.reward(report))
                 return None
 
 
@@ -317,9 +325,97 @@ async def program(world: World, prompt: Prompt, access: ModelAccess) -> float | 
 
 
 def _agent(world: World, session: str, endpoint: Endpoint, key: str, prompt: Prompt) -> Agent:
-    attempt = world.next_attempt(session)
-    chance = random.Random(f"{session} {attempt} {world.scenario.config.seed}")
+    chance = random.Random(f"{session} {next(world.attempts[session])} {world.scenario.config.seed}")
     return Agent(world, session, endpoint, key, list(prompt.messages), chance)
+
+
+# ---- the task
+
+
+class SimulatedTask(Task):
+    """See `async_rl.rollout.task.Task`, for the methods that a run uses.
+
+    Args:
+        options: {"world": the world}.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *, seed: int) -> None:
+        self._world: World = options["world"]
+        self.reward = self._parity = ParityReward(self._world)
+        if (agent := self._world.scenario.agent) is not None:
+            self.program = partial(program, self._world) if agent == "program" else external
+
+    def train_prompt(self, index: int) -> Prompt:
+        return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
+
+    def validation_prompts(self, count: int) -> list[Prompt]:
+        return [self.train_prompt(900 + i) for i in range(count)]
+
+    def chat(self, tokenizer: Tokenizer) -> Chat:
+        return Chat(tokenizer, end_of_turn="<end>")
+
+    def build_loop(
+        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
+    ) -> AgentLoop:
+        tool = LookupTool(self._world)
+        loop = ToolUseLoop(
+            engine=engine,
+            chat=Chat(tokenizer, end_of_turn="<end>", tools=[describe_tool(tool)]),
+            tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s, gate=gate),
+            reward=self._parity,
+            limits=limits,
+            sampling=sampling,
+        )
+        return WatchedLoop(loop, self._world)
+
+
+class LookupTool:
+    """A Tool without arguments that answers a short word."""
+
+    name = "lookup"
+    description = "says a word"
+    parameters: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def __call__(self, arguments: Mapping[str, Any]) -> str:
+        self._world.tool_called(session_name.get())
+        await _work(self._world, "tool")
+        return "yes"
+
+
+class ParityReward:
+    """1 where the number of letters is odd."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
+        await _work(self._world, "reward")
+        value = float(sum(map(len, completion.turns)) % 2)
+        self._world.oracle.rewarded(session_name.get(), value)
+        return value
+
+
+async def _work(world: World, point: str) -> None:
+    """Take the time of a tool or a reward, and fail if it is to fail."""
+    kind, seconds = world.fault(point)
+    match kind:
+        case "tool says no":
+            raise ToolError("n\udc00")
+        case "tool is broken":
+            raise RolloutError("the tool is out of order")
+        case "reward fails":
+            raise ValueError("no such answer")
+        case "no end of a tool" | "no end of a reward":
+            seconds = NO_END_S
+        case "tool lets out a cancel" | "reward lets out a cancel":
+            raise asyncio.CancelledError("of an inner scope")
+        case _:
+            pass
+    seconds += world.scenario.tool_s
+    await (call_function(world.block, {"seconds": seconds}) if world.scenario.blocks else asyncio.sleep(seconds))
 
 
 # ---- outside of the run
@@ -335,26 +431,14 @@ async def external_agent(world: World, number: int) -> None:
             continue
         endpoint = chance.choice(live)
         try:
-            opened = await endpoint.post(_open)
+            opened = await endpoint.post(lambda host: host.open())
             agent = _agent(world, opened.id, endpoint, opened.api_key, opened.prompt)
             with contextlib.suppress(RequestError):  # the limits of the rollout leave no call
                 reward = await agent.run()
                 if reward is not None:
-                    await agent.post(partial(_report, reward))
-            await agent.post(_end)
+                    await agent.post(lambda session, reward=reward: session.reward(reward))
+            await agent.post(lambda session: session.end())
         except NoRolloutWaiting as error:
             await asyncio.sleep((error.retry_after_s or 1.0) * chance.random())
         except (EndpointError, ConnectionError, RuntimeError):
             await asyncio.sleep(chance.random())
-
-
-async def _open(host: Sessions) -> OpenedSession:
-    return host.open()
-
-
-async def _report(reward: float, session: AgentSession) -> None:
-    session.reward(reward)
-
-
-async def _end(session: AgentSession) -> None:
-    session.end()

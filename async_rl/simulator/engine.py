@@ -1,25 +1,33 @@
-"""A replica whose engine is simulated: real gate, real life cycle, tokens that come at a constant rate."""
+"""Replica and trainer of a simulated run: tokens come at a constant rate, and weights are a hash of the training."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
+from async_rl.cluster.trainer import TrainerError, TrainerLostError
 from async_rl.inference.checks import kept_tokens
-from async_rl.inference.gate import InflightRequest, KVPolicy, ReplicaStats, RequestGate, until_finished
+from async_rl.inference.gate import InflightRequest, KVPolicy
 from async_rl.inference.spans import cut_into_segments
+from async_rl.rollout.group_contents import fetched
 from async_rl.simulator import model
-from async_rl.simulator.trainer import INITIAL
-from async_rl.weights.transport import Seat, Source, WeightUpdate
+from async_rl.simulator.standins import ScriptedReplica, ScriptedTrainer
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import AnswerError, EngineError
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
 
 if TYPE_CHECKING:
     from async_rl.simulator.world import World
+
+INITIAL = hashlib.blake2b(b"initial weights", digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,75 +60,44 @@ class _Decode:
     """Set when it has to recheck its request."""
 
 
-class SimulatedReplica:
-    """See `async_rl.inference.replica.EngineReplica`.
+class SimulatedReplica(ScriptedReplica):
+    """A replica whose answers name their weights.
 
     Args:
         token_s: virtual seconds per token of one request.
     """
 
     def __init__(self, name: str, *, world: World, token_s: float) -> None:
-        self.name = self.node = name
+        super().__init__(name, weights=WeightVersion(0, INITIAL))
+        self.load_s = world.scenario.load_s
         self._world = world
-        self._weights = WeightVersion(0, INITIAL)
-        self._staged: WeightVersion | None = None
         self._token_s = token_s
-        self._gate = RequestGate(name)
         self._decodes: dict[str, _Decode] = {}
-
-    @property
-    def weights(self) -> WeightVersion:
-        return self._weights
 
     # ---- control
 
-    async def pause(self) -> None:
-        self._gate.pause()
+    def _on_abort(self) -> None:
+        for decode in self._decodes.values():
+            decode.changed.set()
 
-    async def abort(self) -> int:
-        requests = self._gate.request_abort()
-        self._wake()
-        await until_finished(requests)
-        return len(requests)
-
-    async def drain(self) -> None:
-        await self._gate.drain()
-
-    async def freeze(self) -> int:
-        frozen = self._gate.freeze()
+    def _on_freeze(self) -> None:
         for decode in self._decodes.values():
             decode.inflight.evicted = not decode.inflight.parked
-        self._wake()
-        return frozen
+            decode.changed.set()
 
-    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        self._gate.check_alive()
-
-    async def offer(self, update: WeightUpdate) -> Source:
-        raise EngineError(f"{self.name} serves no versions")
-
-    async def stage(self, update: WeightUpdate) -> None:
-        self._gate.check_alive()
-        await asyncio.sleep(self._world.scenario.load_s)
-        self._gate.check_alive()
-        self._staged = update.weights
-
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        self._gate.require_quiet("load")
-        self._gate.weights_unverified = f"version {update.weights.version} was not loaded whole"
-        self._world.judge(self._world.oracle.loads, self.name, live=self._world.live_replicas)
+    async def _on_load(self, weights: WeightVersion, kv: KVPolicy, *, seconds: float) -> WeightVersion | None:
+        self._world.judge(self._world.oracle.loads, self.name)
         kind, late_s = self._world.fault(f"load/{self.name}")
-        staged, self._staged = self._staged == update.weights, None
-        await asyncio.sleep(late_s if staged else self._world.scenario.load_s + late_s)
+        await asyncio.sleep(seconds + late_s)
         match kind:
             case "weights never loaded":
                 await asyncio.Event().wait()
             case "weights that did not arrive":
-                return self._weights
+                return self.weights
             case "weights refused":
                 raise EngineError(f"{self.name}: the update is incomplete")
             case "weights of another version":
-                return WeightVersion(update.weights.version, "0bad")
+                return WeightVersion(weights.version, "0bad")
             case "engine dies":
                 self._fail("its engine died in a load")
             case "process dies":
@@ -128,33 +105,14 @@ class SimulatedReplica:
             case _:
                 pass
         self._gate.require_quiet("load")
-        self._weights = update.weights
-        self._gate.weights_unverified = None
-        self._world.note(self.name, "loaded", update.weights.version)
-        self._world.judge(self._world.oracle.loaded_by, self.name, update.weights)
-        return self._weights
-
-    async def checksum(self) -> str:
-        return self._weights.digest
-
-    async def resume(self) -> None:
-        self._gate.resume()
-
-    async def stats(self) -> ReplicaStats:
-        self._gate.check_alive()
-        return self._gate.stats()
-
-    async def close(self) -> None:
-        self._fail("closed")
+        self._world.note(self.name, "loaded", weights.version)
+        self._world.judge(self._world.oracle.loaded_by, self.name, weights)
+        return None
 
     def _fail(self, reason: str) -> None:
         self._gate.fail(reason)
         for decode in self._decodes.values():
             decode.inflight.released.set()
-        self._wake()
-
-    def _wake(self) -> None:
-        for decode in self._decodes.values():
             decode.changed.set()
 
     # ---- decoding
@@ -193,7 +151,7 @@ class SimulatedReplica:
             self._gate.check_alive()
             if decode.inflight.abort_requested and not decode.stuck:
                 return StopReason.ABORT
-            started, by, planned = loop.time(), self._weights, list[int]()
+            started, by, planned = loop.time(), self.weights, list[int]()
             weights, ahead = model.weights(by.digest), decode.context[-1]
             while len(sampled) + len(planned) < most and (not planned or planned[-1] != model.END):
                 planned.append(weights.token(ahead, session, calls=calls))
@@ -226,7 +184,7 @@ class SimulatedReplica:
             token_ids=np.array([token for token, _ in decode.sampled], np.int32),
             logprobs=np.array([weights.logprob(before, token) for weights, before, token in made], np.float32),
             routed_experts=rows,
-            spans=[(by, samplers.count(by)) for by in dict.fromkeys(samplers)] or [(self._weights, 0)],
+            spans=[(by, samplers.count(by)) for by in dict.fromkeys(samplers)] or [(self.weights, 0)],
             stop_reason=reason,
             replica=self.name,
             support=None if kept is None else kept_tokens(kept, "kept tokens"),
@@ -277,3 +235,70 @@ def _without_rows(segments: list[TokenOutput], count: int) -> tuple[list[TokenOu
     start = rows.first_position + count
     less = RoutedExperts(first_position=start, experts=rows.experts[count:], unavailable=count)
     return [replace(first, routed_experts=less), *rest], range(rows.first_position, start)
+
+
+class SimulatedTrainer(ScriptedTrainer):
+    """A trainer whose weights are a hash of everything it was trained on.
+
+    Attributes:
+        digest: digest of the weights now.
+        train_step: updates that they hold.
+    """
+
+    def __init__(self, world: World) -> None:
+        train_s = world.scenario.train_s
+        self.train_s = train_s / world.scenario.config.trainer.updates_per_batch
+        self.export_s, self.save_s, self.saved_s = train_s / 4, train_s / 16, 1.5 * train_s
+        self.digest = INITIAL
+        self.train_step = 0
+        self._world = world
+
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
+        batch, metrics = replace(batch, contents=await fetched(batch.contents)), dict[str, float]()
+        for mini_batch in range(self._world.scenario.config.trainer.updates_per_batch):
+            metrics = await super().train(batch)
+            if not mini_batch:
+                self._world.judge(self._world.oracle.check_batch, batch, train_step=self.train_step)
+                self._world.progressed()
+            content = hashlib.blake2b(self.digest.encode(), digest_size=8)
+            for number in (batch.mini_batch == mini_batch).nonzero()[0].tolist():
+                for part in (batch.sequence(number).token_ids, batch.loss_tokens(number).logprobs):
+                    content.update(part.tobytes())
+            content.update(batch.advantages[batch.mini_batch == mini_batch].tobytes())
+            self.digest = content.hexdigest()
+            self.train_step += 1
+        self._world.judge(self._world.oracle.trained_to, self.train_step, self.digest)
+        self._world.note("trainer", "train", self.train_step, self.digest)
+        return metrics
+
+    async def export(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate:
+        update = await super().export(directory, version=version, keep_version=keep_version)
+        self._world.judge(self._world.oracle.exported, update.weights, updates=self.train_step)
+        self._world.note("trainer", "export", version, self.digest)
+        return update
+
+    def _weights(self, version: int) -> WeightVersion:
+        return WeightVersion(version, self.digest)
+
+    async def save(self, directory: Path) -> None:
+        await super().save(directory)
+        self._state = {"digest": self.digest, "train_step": self.train_step}
+
+    async def saved(self) -> None:
+        await super().saved()
+        (self.saving / "state.json").write_text(json.dumps(self._state))
+
+    async def save_pretrained(self, folder: Path, *, like: Path) -> None:
+        self._world.note("trainer", "save_pretrained", self.digest)
+
+    async def restore(self, directory: Path) -> None:
+        state = json.loads((directory / "state.json").read_text())
+        self.digest, self.train_step = state["digest"], state["train_step"]
+
+    async def _work(self, what: str, seconds: float) -> None:
+        kind, _ = self._world.fault(what)
+        await super()._work(what, seconds)
+        if kind == "trainer fails":
+            raise TrainerError(f"trainer rank 0: {what} failed: out of memory")
+        if kind == "trainer dies":
+            raise TrainerLostError(f"trainer rank 0: process died during {what}")

@@ -294,16 +294,13 @@ class GroupAccount:
                 require("exactly once", not again, "group {} was ready and is to be generated again", group)
         intact = state.train_step
         for step, batch in sorted(self._batches.items()):
-            if intact < step <= self._answered_step and not self._damaged_in(batch):
+            if intact < step <= self._answered_step and self._damaged.isdisjoint(batch):
                 intact = step
             elif step > intact:
                 break
         require("exactly once", found.end >= intact, "steps up to {} again, not {}", found.end, intact)
         version = self._answered_version
         require("versions", restored.version >= version, "goes on after {}, not {}", restored.version, version)
-
-    def _damaged_in(self, batch: tuple[int, ...]) -> bool:
-        return any(group in self._damaged for group in batch)
 
     def _check_given_up(self, found: Reopened, updates: Mapping[int, int]) -> None:
         """Groups that are gone are given up for their age, by this attempt to open the journal or one cut short."""

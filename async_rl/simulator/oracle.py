@@ -18,9 +18,8 @@ from async_rl.controller.checkpoints import RunState
 from async_rl.rollout.group_contents import StoredContent
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulator import model
-from async_rl.simulator.engine import Answered
+from async_rl.simulator.engine import INITIAL, Answered
 from async_rl.simulator.groups import GroupAccount, Reopened
-from async_rl.simulator.trainer import INITIAL
 from async_rl.simulator.trajectory_checks import Rollout, TrajectoryJudge
 from async_rl.simulator.violations import require
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -159,9 +158,13 @@ class Oracle:
         require("exactly once", same, "step {} again gives {}, not {}", train_step, digest, known)
         self._steps[train_step] = digest
 
-    def loads(self, replica: str, *, live: Collection[str]) -> None:
+    def _live_replicas(self) -> set[str]:
+        run = self._world.run
+        return set() if run is None else {member.name for member in run.pool.live_or_none}
+
+    def loads(self, replica: str) -> None:
         """A replica starts a load; of the live ones, a rolling publish leaves all but a few serving."""
-        self._loading = (self._loading | {replica}) & set(live)
+        self._loading = (self._loading | {replica}) & self._live_replicas()
         sync = self._config.sync
         held = sync.mode != "rolling" or len(self._loading) <= sync.max_paused
         require("versions", held, "{} load at the same time, of at most {}", sorted(self._loading), sync.max_paused)
@@ -245,8 +248,7 @@ class Oracle:
             case Loaded(version=version):
                 require("versions", self._served <= version, "serves {} after {}", version, self._served)
                 require("versions", version <= self._published, "serves {}, published {}", version, self._published)
-                members = () if self._world.run is None else self._world.run.pool.live_or_none
-                late = [member.name for member in members if self._loaded.get(member.name, -1) < version]
+                late = sorted(name for name in self._live_replicas() if self._loaded.get(name, -1) < version)
                 require("versions", not late, "{} do not serve {}, which is told loaded", late, version)
                 self._served = version
             case Admitted(admission=admission):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.simulator.virtual_time import NumberedTask
+from async_rl.simulator.virtual_time import NumberedTask, settle
 from message_queue.journal import EventJournal
 
 if TYPE_CHECKING:
@@ -138,11 +138,13 @@ class Process:
         if self.dead:
             self._answer(reply, error=RayActorError())
             return
+        self._start(self._run(method, args, kwargs, reply), name=f"{self.process_name}.{method}")
+
+    def _start(self, work: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Run work in this process."""
         context = copy_context()
         context.run(_process.set, self)
-        loop = asyncio.get_running_loop()
-        name = f"{self.process_name}.{method}"
-        loop.create_task(self._run(method, args, kwargs, reply), name=name, context=context)  # noqa: RUF006 - in `tasks`
+        return asyncio.get_running_loop().create_task(work, name=name, context=context)
 
     async def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], reply: asyncio.Future[Any]
@@ -171,11 +173,8 @@ class Process:
         await asyncio.sleep(self._latency())
         if self.dead:
             raise ConnectionError(f"{self.process_name} is dead")
-        context = copy_context()
-        context.run(_process.set, self)
-        task = asyncio.get_running_loop().create_task(work(), context=context)
         try:
-            return await task
+            return await self._start(work())
         except asyncio.CancelledError:
             client = asyncio.current_task()
             if self.dead and client is not None and not client.cancelling():
@@ -190,7 +189,7 @@ class Process:
                 self._world.called(self.process_name, method, args, result)
 
     def _answer(self, reply: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
-        asyncio.get_running_loop().call_later(self._latency(), _settle, reply, result, error)
+        asyncio.get_running_loop().call_later(self._latency(), settle, reply, result, error)
 
     def _latency(self) -> float:
         return self._latency_s * self._draw.expovariate(1.0)
@@ -221,22 +220,12 @@ def _part(reply: asyncio.Future[Any], number: int) -> asyncio.Future[Any]:
     """One of the results of a call."""
     part: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def settle(whole: asyncio.Future[Any]) -> None:
+    def answered(whole: asyncio.Future[Any]) -> None:
         error = whole.exception()
-        _settle(part, None if error else whole.result()[number], error)
+        settle(part, None if error else whole.result()[number], error)
 
-    reply.add_done_callback(settle)
+    reply.add_done_callback(answered)
     return part
-
-
-def _settle(reply: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if reply.done():
-        return
-    if error is None:
-        reply.set_result(result)
-    else:
-        reply.set_exception(error)
-        reply.exception()  # a caller may not be waiting any more
 
 
 def _shown(result: object) -> object:

@@ -21,11 +21,9 @@ from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher, Worker
 from async_rl.rollout.task import TaskConfig, held_out_sets
 from async_rl.simulator import model
-from async_rl.simulator.agents import EXTERNAL, external_agent
-from async_rl.simulator.engine import SimulatedReplica
+from async_rl.simulator.agents import EXTERNAL, SimulatedTask, external_agent
+from async_rl.simulator.engine import SimulatedReplica, SimulatedTrainer
 from async_rl.simulator.processes import Observed, Process
-from async_rl.simulator.task import SimulatedTask
-from async_rl.simulator.trainer import SimulatedTrainer
 from message_queue.errors import EngineError
 
 if TYPE_CHECKING:

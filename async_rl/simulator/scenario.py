@@ -61,8 +61,6 @@ class Kind:
     """What may be lost."""
     drops_group: bool = False
     """Whether a group may be dropped."""
-    of_agents: bool = False
-    """Whether it is drawn apart from the others, for scenarios with agents."""
     starts: int = 1
     """Starts that it may take until the run continues."""
 
@@ -107,14 +105,7 @@ KINDS: dict[str, Kind] = {
         weight=3,
     ),
     "worker dies": Kind(
-        points=(
-            f"turn/{W}",
-            f"turn/{W}",
-            f"message/{W}",
-            "disk/content/write",
-            "disk/content/data",
-            "disk/content/commit",
-        ),
+        points=(f"turn/{W}", f"turn/{W}", f"message/{W}", *WRITES[1:], "disk/content/commit"),
         first=(0, 200),
         costs="worker",
         weight=4,
@@ -150,16 +141,16 @@ KINDS: dict[str, Kind] = {
     "reward fails": Kind(points=("reward",), first=(0, 20), drops_group=True),
     "no end of a reward": Kind(points=("reward",), first=(0, 20), drops_group=True),
     # agents
-    "slow agent": Kind(points=("agent",), first=(0, 20), amount=(1.0, 60.0), of_agents=True),
-    "agent fails": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
-    "agent makes no call": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
-    "agent never ends": Kind(points=("agent",), first=(0, 20), drops_group=True, of_agents=True),
+    "slow agent": Kind(points=("agent",), first=(0, 20), amount=(1.0, 60.0)),
+    "agent fails": Kind(points=("agent",), first=(0, 20), drops_group=True),
+    "agent makes no call": Kind(points=("agent",), first=(0, 20), drops_group=True),
+    "agent never ends": Kind(points=("agent",), first=(0, 20), drops_group=True),
     # cancels, drawn apart
     "tool lets out a cancel": Kind(points=("tool",), first=(0, 20)),
     "reward lets out a cancel": Kind(points=("reward",), first=(0, 20), drops_group=True),
     "agent lets out a cancel": Kind(points=("agent",), first=(0, 20), drops_group=True),
 }
-OF_AGENTS = [name for name, kind in KINDS.items() if kind.of_agents]
+OF_AGENTS = ["slow agent", "agent fails", "agent makes no call", "agent never ends"]  # drawn apart
 CANCELS = [name for name in KINDS if name.endswith("lets out a cancel")]
 OF_ALL = [name for name in KINDS if name not in (*OF_AGENTS, *CANCELS, "successor dies")]
 

@@ -47,13 +47,15 @@ class _Thread:
     busy_until = blocked_until = -LEAST_S
 
 
-def _settle(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Give a future its result or error, unless it has one."""
     if future.done():
         return
     if error is None:
         future.set_result(result)
     else:
         future.set_exception(error)
+        future.exception()  # a caller may not be waiting any more
 
 
 class NumberedTask(asyncio.Task[Any]):
@@ -128,11 +130,11 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         except Exception as raised:  # noqa: BLE001 - the caller raises it
             error = raised
         if not self._blocked_s:
-            _settle(future, result, error)
+            settle(future, result, error)
             return
         thread.blocked_until = self.time() + self._blocked_s
         thread.busy_until = max(thread.busy_until, thread.blocked_until)
-        self.call_at(thread.blocked_until, _settle, future, result, error)
+        self.call_at(thread.blocked_until, settle, future, result, error)
 
     def _number_task(
         self, loop: asyncio.AbstractEventLoop, work: Any, context: Context | None = None

@@ -13,30 +13,43 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import shutil
-from collections import Counter
-from collections.abc import Collection, Sequence
+import sqlite3
+from collections import Counter, defaultdict
+from collections.abc import Collection, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
+from agent_loop.programs.endpoint import server
+from agent_loop.programs.program import ProgramLoop
+from async_rl.cluster import build_worker
+from async_rl.cluster import queue as queue_process
 from async_rl.config import CheckpointConfig
+from async_rl.controller import recovery as controller_recovery
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
-from async_rl.rollout import group_contents
+from async_rl.rollout import dispatcher, group_contents, worker
+from async_rl.rollout.content import writer
 from async_rl.rollout.content.format import RolloutRecord
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import ContentPlace, StoredContent
 from async_rl.run import causes
-from async_rl.simulator.agents import Endpoint
-from async_rl.simulator.disk import Disk
-from async_rl.simulator.installed import installed
+from async_rl.simulator import model
+from async_rl.simulator.agents import Endpoint, WatchedLoop, WatchedRouter, serve
+from async_rl.simulator.disk import Disk, connect, pwritev
 from async_rl.simulator.oracle import Oracle
 from async_rl.simulator.processes import Observed, adopt, current_process
 from async_rl.simulator.run import Run
 from async_rl.simulator.scenario import KINDS, Fault, Scenario
 from async_rl.simulator.violations import Violation, require
 from async_rl.simulator.virtual_time import Deadlock, VirtualTimeLoop
-from message_queue import recovery
+from message_queue import recovery, sqlite_file
 from message_queue.events import Event as QueueEvent
 from message_queue.journal import EventJournal
 from message_queue.recovery import JournalPlace, Restored
@@ -69,7 +82,7 @@ class World:
         self.oracle = Oracle(self)
         self.run: Run | None = None
         self.endpoints: dict[str, Endpoint] = {}  # by URL
-        self._attempts: Counter[str] = Counter()  # of agents, by session
+        self.attempts: dict[str, count[int]] = defaultdict(count)  # session -> numbers of an agent's rollouts of it
         self._queue: QueueState | None = None  # of the newest process
         self._loop = loop = VirtualTimeLoop()
         self._standstill_turns = standstill_turns
@@ -95,11 +108,6 @@ class World:
         """Whether a group may have been dropped for a failed rollout by now."""
         return any(KINDS[fault.kind].drops_group for fault in self.fired)
 
-    @property
-    def live_replicas(self) -> Collection[str]:
-        """Names of the replicas in the pool of the run."""
-        return () if self.run is None else [member.name for member in self.run.pool.live_or_none]
-
     # ---- calls of the parts
 
     def fault(self, point: str) -> tuple[str, float]:
@@ -111,11 +119,6 @@ class World:
             return "", 0.0
         self._happened(fault)
         return fault.kind, fault.amount
-
-    def next_attempt(self, session: str) -> int:
-        """Number of times that an agent made a rollout before."""
-        self._attempts[session] += 1
-        return self._attempts[session] - 1
 
     def note(self, who: str, what: str, *details: object) -> None:
         """Write a line of the trace."""
@@ -352,3 +355,33 @@ class World:
     def _happened(self, fault: Fault) -> None:
         self.fired.append(fault)
         self.note("fault", str(fault))
+
+
+@contextmanager
+def installed(world: World) -> Generator[None]:
+    """Within it, connections and writes are those of the world's disk, and workers use the simulated model."""
+    disk = world.disk
+    replaced: list[tuple[ModuleType, str, object]] = [
+        (sqlite_file, "sqlite3", _changed(sqlite3, connect=partial(connect, disk))),
+        (writer, "os", _changed(os, pwritev=partial(pwritev, disk))),
+        (writer, "FILE_BYTES", world.scenario.file_bytes),
+        (controller_recovery, "read_content", world.read_content),
+        (dispatcher, "read_stored", world.read_stored),
+        (queue_process, "open_queue", world.open_queue),
+        (worker, "ContentWriter", SimpleNamespace(open=world.open_writer)),
+        (build_worker, "AutoTokenizer", SimpleNamespace(from_pretrained=lambda _path: model.SimulatedTokenizer())),
+        (build_worker, "read_model_info", lambda _path: SimpleNamespace(routing=model.ROUTING, family="simulated")),
+        (build_worker, "ReplicaRouter", partial(WatchedRouter, world)),
+        (build_worker, "turn_reader", lambda _tokenizer, family: model.read_turn),
+        (build_worker, "ProgramLoop", lambda **options: WatchedLoop(ProgramLoop(**options), world)),
+        (server, "serve", partial(serve, world)),
+    ]
+    with ExitStack() as stack:
+        for module, name, value in replaced:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+def _changed(module: ModuleType, **functions: object) -> SimpleNamespace:
+    """A module with some functions replaced."""
+    return SimpleNamespace(**(vars(module) | functions))

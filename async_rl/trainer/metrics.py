@@ -255,3 +255,13 @@ def _routing_shares(sums: Sequence[float]) -> dict[str, float]:
         "routing/refused_fraction": share(refused, replayed),
         "routing/fallback_fraction": share(fallback, rows),
     }
+
+
+def tree_metrics(unique: float, total: float) -> dict[str, float]:
+    """Metrics of shared prefixes.
+
+    Args:
+        unique: rows of all ranks, without padding.
+        total: the same, counted once for each sequence that has the row: the tokens of the batch.
+    """
+    return {"tree/unique_tokens": unique, "tree/tokens": total, "tree/compression": total / unique if unique else 1.0}

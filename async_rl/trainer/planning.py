@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_rl.trainer.batch.forest import Forest, forest_of_prefixes
 from async_rl.trainer.batch.packing import Plan, plan_micro_batches
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.loss.losses import LossConfig, PPOClip, token_weights
@@ -36,8 +37,11 @@ class UpdatePlan:
     """float32 [S], loss weight of the tokens of each sequence."""
     first_loss_token: Int64Array
     """int64 [S], number of tokens in the loss of the update before this sequence."""
+    runs: Int64Array
+    """int64 [runs, 2], (first position, tokens) of the runs that the ranks compute; a run of several sequences in a
+    micro-batch is there once."""
     num_tokens: int
-    """Tokens of the update on all ranks."""
+    """Tokens of the sequences of the update on all ranks."""
     num_loss_tokens: int
     """Tokens in the loss of the update on all ranks."""
 
@@ -78,11 +82,13 @@ class Planner:
     Args:
         config: layout and sizes of the micro-batches.
         loss: determines the weights of the tokens.
+        pair_cost: cost of a token and a token that it attends to, in tokens; see `flops.pair_cost`.
     """
 
-    def __init__(self, *, config: TrainerConfig, loss: LossConfig) -> None:
+    def __init__(self, *, config: TrainerConfig, loss: LossConfig, pair_cost: float = 0.0) -> None:
         self._config = config
         self._loss = loss
+        self._pair_cost = pair_cost
 
     def policy(self, batch: TrainingBatch) -> BatchPlan:
         """Plan one update per mini-batch of an RL batch.
@@ -114,7 +120,9 @@ class Planner:
         """Plan one update on all sequences of a supervised batch, with equal weights of all tokens."""
         every = np.ones(len(batch), np.bool_)
         mean_of_tokens = PPOClip(aggregation="token_mean")
-        return BatchPlan(batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens)])
+        return BatchPlan(
+            batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens, shares=False)]
+        )
 
     def _update(
         self,
@@ -123,6 +131,7 @@ class Planner:
         *,
         counted: NDArray[np.bool_],
         loss: LossConfig,
+        shares: bool = True,
     ) -> UpdatePlan | None:
         """Plan an update on the sequences `forwarded` [S]; None if there are none.
 
@@ -134,6 +143,7 @@ class Planner:
             forwarded: bool [S], sequences with a forward pass.
             counted: bool [S], sequences that count in the loss weights.
             loss: aggregation of the loss.
+            shares: whether common prefixes may be shared.
         """
         if not forwarded.any():
             return None
@@ -152,23 +162,36 @@ class Planner:
         units: dict[int, list[int]] = {}
         for number in numbers.tolist():
             units.setdefault(int(unit_of[number]), []).append(number)
+        micro_batches, runs = self._micro_batches(batch, list(units.values()), shares=shares)
         return UpdatePlan(
-            micro_batches=self._micro_batches(batch, list(units.values())),
+            micro_batches=micro_batches,
+            runs=runs,
             token_weights=weights,
             first_loss_token=first,
             num_tokens=int(batch.lengths[numbers].sum()),
             num_loss_tokens=int(batch.num_loss_tokens[numbers].sum()),
         )
 
-    def _micro_batches(self, batch: TrainingBatch, units: Sequence[list[int]]) -> Plan:
-        """Plan micro-batches of units: lists of sequences that stay together."""
-        config = self._config
+    def _micro_batches(
+        self, batch: TrainingBatch, units: Sequence[list[int]], *, shares: bool
+    ) -> tuple[Plan, Int64Array]:
+        """Plan micro-batches of units: lists of sequences that stay together; and `UpdatePlan.runs`."""
+        config, numbers = self._config, [number for unit in units for number in unit]
+        if shares and config.shares_prefixes:
+            forest = forest_of_prefixes(batch.lengths.tolist(), batch.prefixes, numbers)
+        else:
+            forest = Forest.separate(batch.lengths[numbers].tolist())
+        at = {number: i for i, number in enumerate(numbers)}
         plan = plan_micro_batches(
-            [int(batch.lengths[unit].sum()) for unit in units],
+            forest,
+            units=[[at[number] for number in unit] for unit in units],
             max_tokens=config.micro_batch_tokens * config.parallel.context,
             num_ranks=config.data_parallel,
             padded=not config.packing,
             # Megatron's interleaved schedule requires a multiple of the number of stages.
             multiple=config.parallel.pipeline if config.parallel.virtual_pipeline > 1 else 1,
+            pair_cost=self._pair_cost,
         )
-        return [[[number for unit in chosen for number in units[unit]] for chosen in of_rank] for of_rank in plan]
+        nodes = [sorted({n for i in chosen for n in forest.path(i)}) for of_rank in plan for chosen in of_rank]
+        runs = np.stack([forest.start, forest.length], axis=1)[[n for of_one in nodes for n in of_one]]
+        return [[[numbers[i] for i in chosen] for chosen in of_rank] for of_rank in plan], runs

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -25,9 +26,9 @@ from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
-from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums
+from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums, tree_metrics
 from async_rl.trainer.model.convert import load_weights
-from async_rl.trainer.model.flops import peak_of, train_operations
+from async_rl.trainer.model.flops import pair_cost, peak_of, train_operations
 from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
@@ -140,7 +141,7 @@ class TrainerRank:
             or loss.needs_proximal_pass
             or loss.penalises_rewards
         )
-        self._planner = Planner(config=config, loss=loss)
+        self._planner = Planner(config=config, loss=loss, pair_cost=pair_cost(self.model.shape))
         self._peak = _peak(config, self._groups.device)
         self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self.model)
 
@@ -206,7 +207,7 @@ class TrainerRank:
             return {}
         operations = train_operations(
             self.model.shape,
-            plan.batch.lengths[[number for update in updates for number in update.sequences]],
+            np.concatenate([update.runs for update in updates]),
             num_loss_tokens=sum(update.num_loss_tokens for update in updates),
             lora=self._config.lora,
         )
@@ -353,7 +354,14 @@ class TrainerRank:
     def _micro_batches(
         self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
     ) -> MicroBatches:
-        """Micro-batches of this rank for `update`, with the configured router replay if `replay` is None."""
+        """Micro-batches of this rank for `update`.
+
+        Args:
+            plan: with the content that this rank needs.
+            update: a part of the plan.
+            replay: kind of router replay of a supervised step, whose load-balance loss counts each token; None for the
+                configured one.
+        """
         model = self.model
         builder = MicroBatchBuilder(
             plan.batch,
@@ -361,6 +369,7 @@ class TrainerRank:
             at=self._groups.coordinates,
             device=self._groups.device,
             packing=self._config.packing,
+            shares_prefixes=self._config.shares_prefixes and replay is None,
             replay=(replay or self._config.router_replay) if model.replay is not None else "none",
             routing=self._info.routing,
             layers=model.replay.layers if model.replay is not None else (),
@@ -410,10 +419,13 @@ class TrainerRank:
         routing = self._info.routing
         layers = () if routing is None or self._config.router_replay == "none" else routing.layers
         routed = routing_sums([of_one.routing_sums for of_one in results], layers=layers)
+        counted = [of_one.num_rows for of_one in results if self._forward_backward.counts_tokens]
+        rows = self._groups.sum_over_ranks(torch.tensor([(0, 0), *counted], dtype=torch.float64).sum(0))
         grad_norms, lrs = zip(*steps, strict=True)
         return {
             **sums.metrics(updates=len(steps)),
             **routing_metrics(self._groups.sum_over_ranks(routed), layers=layers),
+            **tree_metrics(*rows.tolist()),
             "grad_norm": max(grad_norms),
             "lr": lrs[-1],
         }

@@ -44,8 +44,8 @@ class MicroBatchRouting:
     """`record` stores the choices of the live router in `tables`; `replay` forces the experts in `tables`."""
     tables: dict[int, Tensor]
     """Global layer number -> integer [rows, K], expert ids; a row of -1 is left to the live router."""
-    real: Tensor
-    """bool [rows], False for padding."""
+    uses: Tensor
+    """int64 [rows], sequences that have the row; 0 for padding."""
     sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Global layer number -> ROUTING_SUMS float64 [6] of the pass with gradients."""
 
@@ -115,7 +115,7 @@ class LayerReplay:
                 if self._threshold:
                     experts, refused = keep_likely(experts, live, probabilities, threshold=self._threshold)
                 if counted:
-                    routing.sums[self.layer] = _sums(recorded, live, refused, probabilities, routing.real)
+                    routing.sums[self.layer] = _sums(recorded, live, refused, probabilities, routing.uses)
         return scores.gather(1, experts), experts
 
     def _probabilities(self, scores: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ def _bind(replay: LayerReplay) -> Callable[[Any, tuple[Any, ...], dict[str, Any]
     return bind
 
 
-def _sums(recorded: Tensor, live: Tensor, refused: Tensor | None, probabilities: Tensor, real: Tensor) -> Tensor:
+def _sums(recorded: Tensor, live: Tensor, refused: Tensor | None, probabilities: Tensor, uses: Tensor) -> Tensor:
     """ROUTING_SUMS float64 [6].
 
     Sums over complete tensors and a scatter are used because reductions over a short last dimension and a comparison of
@@ -237,16 +237,16 @@ def _sums(recorded: Tensor, live: Tensor, refused: Tensor | None, probabilities:
         live: int64 [rows, K].
         refused: bool [rows, K]; None if no expert is refused.
         probabilities: [rows, experts].
-        real: bool [rows].
+        uses: int64 [rows], sequences that have the row; it counts once for each.
     """
-    replayed = (real & (recorded[:, 0] >= 0)).unsqueeze(1)
-    rows, given = real.count_nonzero(), replayed.count_nonzero()
+    replayed = (uses * (recorded[:, 0] >= 0)).unsqueeze(1)
+    rows, given = uses.sum(), replayed.sum()
     experts = recorded.clamp(min=0)
     in_live = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(1, live, value=True)
     counts = (
-        (in_live.gather(1, experts) & replayed).count_nonzero(),
+        (in_live.gather(1, experts) * replayed).sum(),
         given * recorded.shape[1],
-        given.new_zeros(()) if refused is None else (refused & replayed).count_nonzero(),
+        given.new_zeros(()) if refused is None else (refused * replayed).sum(),
         (probabilities.gather(1, experts) * replayed).sum(dtype=torch.float64),
         rows - given,
         rows,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from async_rl.trainer.batch.forest import Forest, shared_prefixes
 from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
@@ -45,7 +46,8 @@ class MicroBatch:
     """Inputs of one forward pass on one rank, on its device: t rows with n tokens in the loss.
 
     Sequences of 5 and 4 tokens with positions (3, 4) and (3) in the loss, on one rank. These are the tokens 3, 4 and 8
-    of the micro-batch. `loss_rows` is (2, 3, 7), because a row predicts the next token. With `first_loss_token` 0 and 2
+    of the micro-batch. `loss_rows` is (2, 3, 7), because a row predicts the next token; if the sequences share their
+    first 3 tokens, it is (2, 3, 2). With `first_loss_token` 0 and 2
     `numbers` is (0, 1, 2). If the sequences are the trajectories 6 and 9 of the batch, `trajectories` is (6, 9) and the
     column `trajectory` is (0, 0, 1).
     """
@@ -53,7 +55,7 @@ class MicroBatch:
     token_ids: Tensor
     """int64 [1, t], 0 for padding."""
     loss_rows: Tensor
-    """int64 [n], rows whose next token is in the loss."""
+    """int64 [n], row that predicts each token in the loss; the last row of a shared prefix predicts several."""
     targets: Tensor
     """int64 [n], ids of the tokens in the loss."""
     numbers: Tensor
@@ -100,6 +102,8 @@ class MicroBatchResults:
     """int64 [n], as of the micro-batch."""
     trajectories: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64 [count], as of the micro-batch."""
+    num_rows: tuple[int, int] = (0, 0)
+    """Tokens on this rank with a shared token counted once, and for each of its sequences."""
     behaviour_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     """float32 [n], the column of the micro-batch."""
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -129,6 +133,8 @@ class MicroBatchBuilder:
     """Device of this rank."""
     packing: bool
     """See `pack_rows`."""
+    shares_prefixes: bool
+    """Whether sequences of a micro-batch share the rows of common prefixes."""
     replay: RouterReplayMode
     """Kind of router replay."""
     routing: RoutingSpec | None
@@ -146,13 +152,11 @@ class MicroBatchBuilder:
             ContractError: a token in the loss is not among the tokens that the sampler kept at its position.
         """
         sequences, to = [self.batch.sequence(number) for number in numbers], self.device
-        rows = pack_rows([len(sequence) for sequence in sequences], at=self.at, packing=self.packing)
+        rows = pack_rows(forest := self._forest(sequences), at=self.at, packing=self.packing)
         token_ids = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *(s.token_ids for s in sequences)])).long()
         loss = self._loss_columns(numbers)
-        place = torch.full((len(token_ids),), -1).index_copy(0, loss["token"], torch.arange(len(loss)))
-        place = take_rows(place, rows.next_index, fill=-1)
-        loss_rows = (place >= 0).nonzero().squeeze(-1)
-        loss = loss[place[loss_rows]]
+        loss_rows = take_rows(rows.token_row, torch.where(loss["position"] > 0, loss["token"] - 1, -1), fill=-1)
+        loss, loss_rows = loss[loss_rows >= 0], loss_rows[loss_rows >= 0]
         targets = token_ids[loss["token"]]
         kept = self._kept_tokens(sequences, loss["token"], targets)
         # Of all sequences, not only of the tokens on this rank, so that it is equal on all context ranks.
@@ -170,15 +174,15 @@ class MicroBatchBuilder:
             context=RowContext(
                 rows=rows.to(to),
                 rotary=(cosine.to(to), signed_sine.to(to)),
-                routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows),
+                routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows, forest),
             ),
             temperature=self.batch.temperature,
             has_padding=bool((rows.index < 0).any()),
         )
 
     def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
-        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, `token` and `number`, their int64
-        numbers among all tokens of the micro-batch and among the loss tokens of the update."""
+        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, `position`, `token` and `number`, their
+        int64 positions, numbers among all tokens of the micro-batch and among the loss tokens of the update."""
         batch, update, own = self.batch, self.update, np.array(numbers, np.int64)
         (positions, logprobs, lag, pure), counts = batch.loss_tokens_of(numbers)
         first = counts.cumsum() - counts
@@ -194,6 +198,7 @@ class MicroBatchBuilder:
             "token_weights": of_sequences(update.token_weights[own]),
             "trajectory": of_sequences(batch.trajectory[own]),
             "token": torch.from_numpy(positions) + of_sequences(start),
+            "position": torch.from_numpy(positions),
             "number": torch.arange(len(positions)) + of_sequences(update.first_loss_token[own] - first),
         }
         return TensorDict(columns, batch_size=[len(positions)])
@@ -212,23 +217,33 @@ class MicroBatchBuilder:
             )
         return kept
 
+    def _forest(self, sequences: Sequence[TrainingSequence]) -> Forest:
+        if self.shares_prefixes:
+            return shared_prefixes(sequences, with_rows=self.replay == "R3")
+        return Forest.separate([len(sequence) for sequence in sequences])
+
     def _micro_batch_routing(
-        self, sequences: Mapping[int, TrainingSequence], rows: PackedRows
+        self, sequences: Mapping[int, TrainingSequence], rows: PackedRows, forest: Forest
     ) -> MicroBatchRouting | None:
         if self.replay == "none":
             return None
-        index, segments, positions = (
-            column.chunk(self.at.tensor)[self.at.tensor_rank] for column in (rows.index, rows.segments, rows.positions)
+        nodes, positions, uses = (
+            column.chunk(self.at.tensor)[self.at.tensor_rank] for column in (rows.nodes, rows.positions, rows.uses)
         )
-        real = (index >= 0).to(self.device)
+        on_device = uses.to(self.device)
         if self.replay == "R2":
-            return MicroBatchRouting(mode="record", tables={}, real=real)
+            return MicroBatchRouting(mode="record", tables={}, uses=on_device)
         assert self.routing is not None
+        sequence = np.append(forest.sequence, len(sequences))[nodes.numpy()]
         experts, live = replayed_rows(
-            sequences, segments.numpy(), positions.numpy(), routing=self.routing, layers=self.layers
+            sequences,
+            np.where(uses.numpy() > 0, sequence, len(sequences)),
+            positions.numpy(),
+            routing=self.routing,
+            layers=self.layers,
         )
         tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self.layers, to=self.device)
-        return MicroBatchRouting(mode="replay", tables=tables, real=real)
+        return MicroBatchRouting(mode="replay", tables=tables, uses=on_device)
 
 
 class MicroBatches:
@@ -257,6 +272,8 @@ class MicroBatches:
         micro_batch = self._builder.build(sequences)
         results.numbers, results.trajectories = micro_batch.numbers, micro_batch.trajectories
         results.behaviour_logprobs = micro_batch.columns["behaviour_logprobs"]
+        uses = micro_batch.context.rows.uses
+        results.num_rows = int(uses.count_nonzero()), int(uses.sum())
         micro_batch.columns |= results.columns
         if (routing := micro_batch.context.routing) is not None:
             results.routing_sums = routing.sums

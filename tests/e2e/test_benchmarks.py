@@ -1,6 +1,6 @@
 """Benchmarks use the inside of a real trainer as the trainer does."""
 
-from dataclasses import replace
+from argparse import Namespace
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from async_rl.run import main
 from benchmarks import gpu_runs, gpu_training
 from benchmarks import trainer as steps
 from benchmarks.equal_weights import compare, evaluate, table
-from benchmarks.support import trainers_side_by_side
 from tests.helpers.lanes import WHOLE_RUN
 from tests.parallel.support import TRAINER, make_batch, start_trainer, training_batch_of
 
@@ -47,25 +46,41 @@ def test_the_bare_loop_trains_on_the_micro_batches_of_the_trainer(checkpoint):
     trainer.close()
 
 
-def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint):
-    ways = steps.replay_ways(threads=1, tokens=64)
-    with trainers_side_by_side(ways, checkpoint=checkpoint, optimizer=steps.ADAM) as trainers:
-        rows = [*steps.compare_replay("tiny", trainers, training_batch_of(make_batch()), rounds=2)]
+def cases(monkeypatch, checkpoint, case, **arguments):
+    """Rows of a case of benchmarks/trainer.py, on a small batch."""
+    batch = training_batch_of(make_batch())
+    monkeypatch.setattr(steps, "load_batch", lambda name, folder: (checkpoint, batch))
+    monkeypatch.setattr(steps, "random_batch", lambda checkpoint, lengths: batch)
+    monkeypatch.setitem(steps.SIZES, "tiny", (len(batch), None, 64))
+    return [*case(Namespace(threads=1, rounds=2, **arguments), checkpoint.parent)]
+
+
+def test_replay_is_timed_on_the_rows_that_the_live_router_chooses(checkpoint, monkeypatch):
+    rows = cases(monkeypatch, checkpoint, steps.replay, models=["tiny"])
     assert [row[:2] for row in rows] == [("R3", "no replay"), ("R2", "no replay, recording pass")]
     assert {row[-1] for row in rows} == {"tiny, rows as the live router 100.0%"}
 
 
-def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint):
-    batch, config = training_batch_of(make_batch()), replace(TRAINER, packing=False)
-    trainer = start_trainer(checkpoint, packing=False)
+def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint, monkeypatch):
+    batch = training_batch_of(make_batch())
+    trainer = start_trainer(checkpoint, packing=False, micro_batch_tokens=2048)
     plan = trainer._planner.whole(batch)
     rows = [mb.context.rows.index for mb in trainer._micro_batches(plan, plan.updates[0])]
     trainer.close()
     real, computed = sum(int((index >= 0).sum()) for index in rows), sum(len(index) for index in rows)
     lengths = batch.lengths.tolist()
-    assert steps.real_share(lengths, max_tokens=config.micro_batch_tokens) == real / computed < 1
-    (row,) = steps.pack("tiny", checkpoint, batch, config, rounds=2)
-    assert row[:2] == ("tiny, padded", "tiny, packed") and f"real tokens {real / computed:.3f}" in row[-1]
+    assert steps.real_share(lengths, max_tokens=2048) == real / computed < 1
+    for name, row in zip(("long tail", "calculator"), cases(monkeypatch, checkpoint, steps.packing), strict=True):
+        assert row[:2] == (f"{name}, padded", f"{name}, packed") and f"real tokens {real / computed:.3f}" in row[-1]
+
+
+def test_the_groups_of_the_tree_case_share_their_prompts(checkpoint):
+    batches = steps.tree_batches(checkpoint, None)
+    compression = {}
+    for name, batch in batches.items():
+        plan = start_trainer(checkpoint, micro_batch_tokens=1 << 20)._planner.whole(batch)
+        compression[name] = int(batch.lengths.sum()) / int(plan.updates[0].runs[:, 1].sum())
+    assert compression == {"separate": 1.0, "3x": 3.0, "8x": 8.0}
 
 
 @WHOLE_RUN

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -28,6 +29,11 @@ MODELS = {
     "deepseek_v3 without a query vector": tiny_models.deepseek_v3_config(q_lora_rank=None),
     "gpt_oss": tiny_models.gpt_oss_config(),
 }
+
+
+def runs_of(lengths):
+    """The runs of sequences that share nothing."""
+    return np.stack([np.zeros_like(lengths), lengths], axis=1)
 
 
 def by_query(attention, q, k, v):
@@ -64,7 +70,7 @@ def counted_and_expected(config, folder, *, lengths=LENGTHS, **settings):
             trainer.train(batch)
         expected = train_operations(
             trainer.model.shape,
-            batch.lengths,
+            runs_of(batch.lengths),
             num_loss_tokens=int(batch.num_loss_tokens.sum()),
             lora=settings.get("lora", LoraConfig()),
         )
@@ -97,7 +103,7 @@ def test_speed_is_that_of_the_forwarded_sequences_on_each_rank(checkpoint):
     plan = Planner(config=TRAINER, loss=DecoupledPPO(count="informative")).policy(batch)
     operations = train_operations(
         trainer.model.shape,
-        batch.lengths[:4],
+        runs_of(batch.lengths[:4]),
         num_loss_tokens=int(batch.num_loss_tokens[:4].sum()),
         lora=LoraConfig(),
     )

@@ -27,6 +27,7 @@ from async_rl.config import ClusterConfig
 from async_rl.inference.replica import EngineReplica
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.rollout.worker import RolloutWorker
+from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import AnswerError, EngineError, ReplicaLostError
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Admission
@@ -130,7 +131,8 @@ async def test_pause_and_abort_answer_beside_two_thousand_generations(cluster: N
     results = await asyncio.gather(*tasks)
     assert {segments[-1].stop_reason for segments in results} == {StopReason.ABORT}
     held = asyncio.create_task(replica.call(EngineReplica.generate, request("held")))
-    assert await replica.call(EngineReplica.load, fake_weights(1)) == fake_weights(1)  # type: ignore[arg-type]
+    update = WeightUpdate(path=Path("version-1"), weights=fake_weights(1))
+    assert await replica.call(EngineReplica.load, update) == fake_weights(1)
     await replica.call(EngineReplica.resume)
     assert (await held)[0].weights == fake_weights(1)
     await replica.close(timeout_s=5)

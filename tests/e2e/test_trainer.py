@@ -48,6 +48,7 @@ METRICS = {
     *(f"{key}_{lag}" for key in BY_LAG for lag in LAGS),
     *(f"tokens/{kind}" for kind in (*LAGS, "positive", "negative")),
     *(f"{name}/fraction_{sign}" for name in ("clip", "truncate") for sign in ("positive", "negative")),
+    *("tree/tokens", "tree/unique_tokens", "tree/compression"),
     *ROUTING,
     *(f"{key}_layer{layer}" for key in ROUTING for layer in LAYERS),
 }

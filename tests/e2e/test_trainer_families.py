@@ -134,6 +134,7 @@ def run_forward(trainer, batch, *, packing, replay="none"):
         at=Coordinates(),
         device=torch.device("cpu"),
         packing=packing,
+        shares_prefixes=False,
         replay=replay,
         routing=None,
         layers=trainer.model.replay.layers if trainer.model.replay else (),
@@ -144,7 +145,7 @@ def run_forward(trainer, batch, *, packing, replay="none"):
         hidden = micro_batch.forward(trainer.model.wrapped[0], at=Coordinates())[0]
         logits = hidden @ trainer.model.output_layer(float32=False).multiplied().T
     rows = micro_batch.context.rows
-    real = [(rows.segments == i) & (rows.index >= 0) for i in range(len(batch))]
+    real = [(rows.nodes == i) & (rows.index >= 0) for i in range(len(batch))]
     return [logits[rows_of] for rows_of in real], micro_batch.context.routing, real
 
 

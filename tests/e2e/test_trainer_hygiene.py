@@ -104,19 +104,19 @@ def small_batch():
     return make_batch((9, 7, 8), layers=1)
 
 
-def test_memory_does_not_grow_over_200_steps(small):
+def test_memory_does_not_grow_over_350_steps(small):
     """Any object kept per step shows, or 60 KB (the activations of a micro-batch are 300 KB here)."""
     trainer = start_trainer(small, optimizer=OptimizerConfig(), router_replay="R3")
     batch, held = small_batch(), {}
-    for step in range(1, 201):
+    for step in range(1, 351):
         trainer.train(batch.clone())
         trainer.timeline.take()  # as with each answer to the driver
-        if step in (50, 200):
+        if step in (50, 350):
             held[step] = live_memory()
-    growth = {key: held[200][key] - held[50][key] for key in held[200]}
+    growth = {key: held[350][key] - held[50][key] for key in held[350]}
     assert growth["tensors"] == 0, growth
-    assert growth["objects"] < 150, growth
-    assert growth["bytes"] < 150 * 60_000, growth
+    assert growth["objects"] < 300, growth
+    assert growth["bytes"] < 300 * 60_000, growth
 
 
 def live_memory():

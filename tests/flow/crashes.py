@@ -12,11 +12,9 @@ from typing import Any
 from unittest.mock import patch
 
 from async_rl.controller import checkpoints
-from async_rl.controller.checkpoints import RunState, read_run_state
 from async_rl.rollout.content.writer import ContentWriter
 from message_queue.errors import JournalBroken
 from message_queue.journal import EventJournal
-from message_queue.recovery import JournalPlace
 from tests.flow.harness import FakeTrainer, Harness
 
 STEPS = 7
@@ -88,26 +86,15 @@ class Life:
     """
 
     def __init__(self, directory: Path, **options: Any) -> None:
-        latest = sorted((directory / "checkpoints").glob("step-??????"))
-        self.start = read_run_state(latest[-1]) if latest else RunState()
         self.per_batch = options.get("updates_per_batch", 1)
-        place = JournalPlace(
-            directory=directory / "journal",
-            run="flow",
-            settings={"trainer.updates_per_batch": self.per_batch},
-            checkpoint=self.start.queue if latest else None,
-            train_step=self.start.train_step,
-            prompt_cursor=self.start.prompt_cursor,
-            waiting=self.start.unfinished_prompts,
-            busy_s=1.0,
-        )
         defaults = {
             "steps": STEPS * self.per_batch,
             "token_s": 0.0005,
             "trainer": FakeTrainer(step_s=0.004),
             "replica_options": [{}, {}],
         }
-        self.harness = Harness(directory, start=self.start, journal=place, **{**defaults, **options})
+        self.harness = Harness(directory, journal=True, **{**defaults, **options})
+        self.start = self.harness.start
         self.rolled, self.delivered, self.batches = {}, {}, []
         self.num_sampled = 0
         self._watch()

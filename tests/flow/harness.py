@@ -6,43 +6,40 @@ import asyncio
 import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.queue import QueueClient, QueueHost
-from async_rl.config import CheckpointConfig, MismatchConfig, QueueConfig, SyncConfig, ValidationConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.controller import Controller
 from async_rl.controller.parts import RunParts
 from async_rl.controller.probe import Probe
-from async_rl.controller.resume import failed_prompts
+from async_rl.controller.recovery import RecoveryLoop, supervised
+from async_rl.controller.resume import Resume
 from async_rl.files.rollouts import RecordConfig
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
-from async_rl.inference.stub import InProcess
-from async_rl.inference.supervisor import SupervisionConfig, Supervisor
+from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Dispatcher
-from async_rl.rollout.group_contents import ContentPlace, GroupContents, read_content
+from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.rollouter import FailureConfig, Rollouter, session_name
 from async_rl.rollout.schedule import RunSchedule, ScheduleReplay
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
-from async_rl.trainer.batch.advantage import AdvantageConfig
-from async_rl.weights.transport import WeightUpdate
-from message_queue.policies import StalenessConfig, build_policy
+from async_rl.simulator.scenario import run_config
+from async_rl.simulator.standins import LocalQueue, ScriptedTrainer
+from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.recovery import JournalPlace, state_of_checkpoint
 from tests.helpers.dense import behaviour_logprobs, param_versions
@@ -89,42 +86,42 @@ class FakeReplica(FakeEngine):
         await asyncio.sleep(self.pause_s)
         await super().pause()
 
-    async def resume(self):
-        await super().resume()
+    def _on_resume(self):
+        super()._on_resume()
         if self.weights.version == self.die_after_resume:
             asyncio.get_running_loop().call_later(0.02, self.die, "killed after a resume")
 
-    async def load(self, update, *, kv="recompute"):
+    async def _on_load(self, weights, kv, *, seconds):
         if self.fail_load is not None:
             raise self.fail_load
-        await asyncio.sleep(self.load_s)
-        if update.weights.version == self.die_at_load:
+        await super()._on_load(weights, kv, seconds=seconds)
+        if weights.version == self.die_at_load:
             self.die("killed in a load")
-        return await super().load(update, kv=kv)
 
 
-@dataclass
-class FakeTrainer(InProcess):
-    """Records its batches and exports. step_s: seconds of one train call on the event loop's clock.
+class FakeTrainer(ScriptedTrainer):
+    """Records its batches and exports.
 
-    wrong_about: version whose tokens it scores differently from the engine. held: version that it scores by.
-    saves_slowly: whether no checkpoint is written before three batches are trained. may_end: whether a train call may;
-    a harness with a probe sets it, so that each step takes longer than the answers.
+    Args:
+        step_s: seconds of one train call on the event loop's clock.
+        fail_at: batch that fails, from 1.
+        wrong_about: version whose tokens it scores differently from the engine.
+        saves_slowly: whether no checkpoint is written before three batches are trained.
+
+    Attributes:
+        may_end: whether a train call may; a harness with a probe sets it, so that each step takes longer than the
+            answers.
     """
 
-    step_s: float = 0.0
-    fail_at: int | None = None
-    wrong_about: int | None = None
-    held: int = 0
-    scored: list[int] = field(default_factory=list)
-    batches: list = field(default_factory=list)
-    exported: list[int] = field(default_factory=list)
-    three_done: asyncio.Event = field(default_factory=asyncio.Event)
-    saves_slowly: bool = False
-    may_end: Callable[[], bool] = lambda: True
+    def __init__(self, *, step_s=0.0, fail_at=None, wrong_about=None, saves_slowly=False) -> None:
+        self.train_s, self.fail_at, self.wrong_about, self.saves_slowly = step_s, fail_at, wrong_about, saves_slowly
+        self.held = 0  # version that it scores by
+        self.scored, self.batches, self.exported = [], [], []
+        self.three_done = asyncio.Event()
+        self.may_end: Callable[[], bool] = lambda: True
 
     async def train(self, batch):
-        await asyncio.sleep(self.step_s)
+        metrics = await super().train(batch)
         while not self.may_end():  # noqa: ASYNC110 - of the pipeline's state
             await asyncio.sleep(0.001)
         if self.fail_at is not None and len(self.batches) + 1 == self.fail_at:
@@ -132,11 +129,11 @@ class FakeTrainer(InProcess):
         self.batches.append(batch)
         if len(self.batches) == 3:
             self.three_done.set()
-        return {"loss": 0.0, "grad_norm": 1.0, "entropy": 1.0}
+        return metrics
 
-    async def export(self, directory, *, version, keep_version):
+    def _weights(self, version):
         self.exported.append(version)
-        return WeightUpdate(path=directory / f"weights-{version}", weights=fake_weights(version))
+        return fake_weights(version)
 
     async def snapshot_weights(self):
         self.held = self.exported[-1] if self.exported else 0
@@ -144,39 +141,40 @@ class FakeTrainer(InProcess):
     async def score(self, batch):
         self.scored.append(self.held)
         wrong = 0.5 if self.held == self.wrong_about else 0.0
-        return [torch.from_numpy(batch.loss_tokens(number).logprobs) - wrong for number in range(len(batch))]
-
-    async def save(self, directory):
-        self.saving = directory
+        return [scores - wrong for scores in await super().score(batch)]
 
     async def saved(self):
         if self.saves_slowly:
             await self.three_done.wait()
-        self.saving.mkdir()
+        await super().saved()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Behaviour of the agent loop. Functions that end in `fail` return the error to raise, or None."""
+
+    loop_fail: Callable = lambda prompt: None
+    """Called with each prompt."""
+    reward_fail: Callable = lambda session: None
+    """Called with each session before its reward."""
+    validation_fail: Callable = lambda session: None
+    """The same for held-out prompts."""
+    reward: Callable = lambda trajectory: float(len(trajectory) % 2)
+    """Reward of a trajectory; by default the parity of its length, so that groups have variance."""
+    turns: int = 1
+    """Turns of a trajectory."""
+    agents: Mapping[str, bool] | None = None
+    """Name -> whether it is trained, of further agents, each with a path; the trained ones have 1 - reward."""
 
 
 class Loop:
-    """An agent loop over bare token ids, without tools. Reward: parity of the length, so that groups have variance.
+    """An agent loop over bare token ids, without tools."""
 
-    agents: name -> whether it is trained, of further agents, each with a path; the trained ones have 1 - reward.
-    """
-
-    def __init__(
-        self,
-        engine,
-        *,
-        fail=lambda prompt: None,
-        reward_fail=lambda session: None,
-        reward=lambda trajectory: float(len(trajectory) % 2),
-        limits=LIMITS,
-        turns=1,
-        agents=None,
-    ):
-        self._agents = agents or {}
-        self._engine, self._fail, self._limits, self._turns = engine, fail, limits, turns
-        self._reward_fail, self._reward = reward_fail, reward
+    def __init__(self, engine, rollouts: Rollouts, *, limits=LIMITS):
+        self._engine, self._rollouts, self._limits = engine, rollouts, limits
 
     async def run(self, prompt, *, trajectory, session, cache_salt):
+        rollouts, agents = self._rollouts, self._rollouts.agents or {}
         decoder = SegmentDecoder(
             self._engine,
             sampling=SamplingConfig(),
@@ -187,18 +185,18 @@ class Loop:
         )
         head = np.array([2 + prompt.index % 30, 2 + zlib.crc32(session.encode()) % 30], np.int32)
         observe_prompt(trajectory, head, index=prompt.index, limits=LIMITS)
-        if (error := self._fail(prompt)) is not None:
+        if (error := rollouts.loop_fail(prompt)) is not None:
             raise error
         reason = await decoder.decode(trajectory, max_new_tokens=budget_left(trajectory, LIMITS))
-        while len(trajectory.turns) < self._turns and LIMITS.turn_budget(len(trajectory)) > 1:
+        while len(trajectory.turns) < rollouts.turns and LIMITS.turn_budget(len(trajectory)) > 1:
             trajectory.observe(np.array([3], np.int32))
             reason = await decoder.decode(trajectory, max_new_tokens=LIMITS.turn_budget(len(trajectory)))
-        if (error := self._reward_fail(session)) is not None:
+        if (error := rollouts.reward_fail(session)) is not None:
             raise error
         info = {"refused_answers": float(decoder.num_refused), "length": float(len(trajectory))}
-        reward = self._reward(trajectory)
-        rewards = {"policy": reward} | {agent: 1 - reward for agent, trained in self._agents.items() if trained}
-        for number, agent in enumerate(self._agents, start=1):
+        reward = rollouts.reward(trajectory)
+        rewards = {"policy": reward} | {agent: 1 - reward for agent, trained in agents.items() if trained}
+        for number, agent in enumerate(agents, start=1):
             path = trajectory.paths[number] if len(trajectory.paths) > number else trajectory.fork(turns=0)
             path.agent = agent
             if not path.turns:
@@ -208,7 +206,7 @@ class Loop:
             stop_reason=reason,
             reward=sum(rewards.values()),
             info=info,
-            rewards=rewards if self._agents else None,
+            rewards=rewards if agents else None,
         )
 
 
@@ -235,22 +233,10 @@ class Spy:
     def close(self): ...
 
 
-class LocalQueue(InProcess, TrajectoryQueue):
-    """A queue of the process itself."""
-
-    _drained = 0
-
-    async def drain_records(self):
-        records = await self.records_after(self._drained)
-        self._drained += len(records)
-        return records
-
-    async def closing_records(self):
-        return await super().closing_records(self._drained)
-
-
 class WatchedQueue(QueueClient):
-    """The client of a queue whose calls tests replace: `queue.take = watched`."""
+    """The client of a queue whose calls tests replace: `queue.take = watched`. restored: what it has opened."""
+
+    restored = None
 
     def __getattr__(self, name):
         return partial(super().call, getattr(TrajectoryQueue, name))
@@ -259,125 +245,137 @@ class WatchedQueue(QueueClient):
         watched = self.__dict__.get(method.__name__)
         return await (super().call(method, *args, **options) if watched is None else watched(*args, **options))
 
+    async def open(self, place, *, timeout_s):
+        self.restored = await super().open(place, timeout_s=timeout_s)
+        return self.restored
+
+    def kill(self):
+        """Its host is of this process."""
+
 
 def text_of_ids(token_ids):
     """Stands for a tokenizer: the ids as text."""
     return " ".join(map(str, token_ids.tolist()))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Engines of a run, and the tokens that they sample."""
+
+    replica_options: dict | Sequence[dict] = ()
+    """Options of each FakeReplica; a dict for a single one."""
+    new_replicas: Sequence[dict] = ()
+    """Options of those that take the place of failed ones."""
+    token_s: float = 0.0
+    """Seconds per token."""
+    mean_length: int = 12
+    """Mean of the tokens of a turn."""
+    seed: int = 0
+    """Seed of the tokens."""
+
+    def replica(self, name: str, options: dict, *, version: int = 0) -> FakeReplica:
+        script = SeededScript(self.seed, vocab_size=VOCAB, stop_token=STOP, mean_length=self.mean_length)
+        common = {"token_s": self.token_s, "context_length": LIMITS.max_tokens, "version": version, "name": name}
+        return FakeReplica(script, **{**common, **options})
+
+    def first(self, version: int) -> list[FakeReplica]:
+        """The replicas that a run starts with."""
+        one = isinstance(self.replica_options, dict)
+        each = [self.replica_options] if one else list(self.replica_options) or [{}]
+        return [self.replica(f"fake-{number}", options, version=version) for number, options in enumerate(each)]
+
+
+SETTINGS = {
+    "steps": "total_train_steps",
+    "policy": "staleness.policy",
+    "max_staleness": "staleness.max_staleness",
+    "publish_every": "sync.every",
+    "publish_timeout_s": "sync.timeout_s",
+    "max_paused": "sync.max_paused",
+    "updates_per_batch": "trainer.updates_per_batch",
+    "batch_groups": "rollout.groups_per_batch",
+    "on_update": "rollout.on_update",
+    "kv": "rollout.kv",
+    "max_failed_groups": "rollout.max_failed_groups",
+    "drop_without_spread": "rollout.drop_without_spread",
+    "failure": "rollout.failure",
+    "limits": "rollout.limits",
+    "resume_routing": "rollout.resume_routing",
+    "validate_every": "validation.every",
+    "validation_samples": "validation.samples",
+    "checkpoint_every": "checkpoint.every",
+    "supervision": "supervision",
+    "probe": "mismatch",
+}
+"""Short name of a setting -> its name in a run's config."""
+DEFAULTS = {
+    "total_train_steps": 6,
+    "staleness.max_staleness": 1,
+    "sync.timeout_s": 5.0,
+    "rollout.groups_per_batch": 4,
+    "rollout.trajectories_per_group": 3,
+    "rollout.max_failed_groups": 4,
+    "rollout.failure": FailureConfig(),
+    "rollout.limits": LIMITS,
+    "rollout.record": RecordConfig(steps=0),
+    "rollout.sampling": SamplingConfig(temperature=0.5),
+    "validation.every": 0,
+    "validation.prompts": 5,
+    "checkpoint.every": 2,
+    "journal.fsync": False,
+    "supervision": SupervisionConfig(max_restarts=0),
+}
+
+
+def group_of(kind, options: dict):
+    """The options of a group, which are taken out of `options`."""
+    return kind(**{field.name: options.pop(field.name) for field in fields(kind) if field.name in options})
+
+
 class Harness:
-    """A run whose parts a test inspects afterwards."""
+    """A run whose parts a test inspects afterwards.
+
+    Args:
+        journal: whether the run has a journal, and continues the one of its directory.
+        start: checkpoint of a run without a journal.
+        schedule: that the run keeps to.
+        options: fields of Engines and Rollouts, and keys of SETTINGS.
+    """
 
     def __init__(
         self,
         directory: Path,
         *,
-        steps: int = 6,
-        max_staleness: int = 1,
-        policy: str = "wait",
-        publish_every: int = 1,
-        updates_per_batch: int = 1,
-        batch_groups: int = 4,
-        token_s: float = 0.0,
-        mean_length: int = 12,
-        on_update: str = "resume",
-        kv: str = "recompute",
-        max_paused: int | None = None,
-        staged: bool = False,
-        max_failed_groups: int = 4,
-        drop_without_spread: int = 0,
-        order=None,
-        reward=lambda trajectory: float(len(trajectory) % 2),
-        validate_every: int = 0,
         trainer: FakeTrainer | None = None,
-        loop_fail=lambda prompt: None,
-        reward_fail=lambda session: None,
-        failure: FailureConfig | None = None,
-        replica_options: dict | Sequence[dict] = (),
-        resume_routing: str = "append",
-        validation_fail=lambda session: None,
+        order=None,
         held_out=None,
-        validation_samples=1,
-        limits: TurnLimits = LIMITS,
-        turns: int = 1,
-        agents: Mapping[str, bool] | None = None,
-        publish_timeout_s: float = 5.0,
         start: RunState | None = None,
-        seed: int = 0,
-        checkpoint_every: int = 2,
-        journal: JournalPlace | None = None,
-        supervision: SupervisionConfig | None = None,
-        new_replicas: Sequence[dict] = (),
+        journal: bool = False,
         schedule: RunSchedule | None = None,
-        probe: MismatchConfig | None = None,
+        **options,
     ) -> None:
-        self.start = start = start or RunState()
+        engines, rollouts = group_of(Engines, options), group_of(Rollouts, options)
+        if "max_paused" in options:
+            options["sync.mode"] = "rolling"
+        count = 1 if isinstance(engines.replica_options, dict) else max(1, len(engines.replica_options))
+        settings = {SETTINGS.get(name, name): value for name, value in options.items()}
+        place = {"output_dir": directory, "engine.replicas": count}
+        self.config = config = run_config({**DEFAULTS, **place, **settings})
         self.directory = directory
-        self.journal = journal
-        self.restored = None
-        script = SeededScript(seed, vocab_size=VOCAB, stop_token=STOP, mean_length=mean_length)
-        each = [replica_options] if isinstance(replica_options, dict) else list(replica_options) or [{}]
-        common = {"token_s": token_s, "context_length": LIMITS.max_tokens}
-        self.replicas = [
-            FakeReplica(script, **{**common, "version": start.param_version, "name": f"fake-{i}", **options})
-            for i, options in enumerate(each)
-        ]
+        self.resume = Resume(config) if journal else None
+        self.start = start or (self.resume.state if journal else RunState())
+        self.replicas = engines.first(self.start.param_version)
         self.spy = Spy()
         self.pool = ReplicaPool(self.replicas, on_lost=self.spy.note)
-        self.schedule_replay = replay = None if schedule is None else ScheduleReplay(schedule, session=session_name)
+        self.schedule_replay = None if schedule is None else ScheduleReplay(schedule, session=session_name)
         order = order or prompt_at
-        self.order = order if schedule is None else schedule.order(order)
-        router = ReplicaRouter(self.pool)
-        engine = router if replay is None else replay.engine(router)
+        order = order if schedule is None else schedule.order(order)
         self.trainer = trainer or FakeTrainer()
-        staleness = StalenessConfig(max_staleness=max_staleness, policy=policy)
-        self.contents = GroupContents()
-        self._resume_routing = resume_routing
-        if journal is None:
-            place = JournalPlace(directory=directory, run="flow", checkpoint=start.queue)
-            state = state_of_checkpoint(place)
-            options = {"batch_groups": batch_groups, "updates_per_batch": updates_per_batch}
-            self.queue = LocalQueue(build_policy(staleness, **options), state=state)
-        else:
-            self.host = QueueHost(
-                SimpleNamespace(
-                    rollout=SimpleNamespace(groups_per_batch=batch_groups),
-                    trainer=SimpleNamespace(updates_per_batch=updates_per_batch),
-                    staleness=staleness,
-                    queue=QueueConfig(),
-                )
-            )
-            self.queue = WatchedQueue(DirectHandle(self.host), timeout_s=60.0)
+        self.queue = self._queue()
         self.recorder = Recorder(directory, console=self.spy, trackers=self.spy, rollouts=RecordConfig())
-        self.checkpoints = Checkpoints(directory / "checkpoints", config=CheckpointConfig(every=checkpoint_every))
-        loop = Loop(
-            engine, fail=loop_fail, reward_fail=reward_fail, reward=reward, limits=limits, turns=turns, agents=agents
-        )
+        self.checkpoints = Checkpoints(directory / "checkpoints", config=config.checkpoint)
         self.wrap_roll = lambda roll: roll
-
-        def rollouter(log):
-            """A rollouter of this run, whose `roll` tests may wrap."""
-            self.rollouter = Rollouter(
-                loop=loop if replay is None else replay.loop(loop),
-                routing=SPEC,
-                trajectories_per_group=3,
-                resume_routing=resume_routing,
-                log=log,
-                failure=failure,
-                note=lambda found: self.spy.note(found.text),
-                failed=lambda rollout: self.workers[0].report(rollout),
-                decode=text_of_ids,
-            )
-            roll = self.rollouter.roll
-            self.rollouter.roll = lambda *args, **options: self.wrap_roll(roll)(*args, **options)
-            return self.rollouter
-
-        validator = Validator(loop=Loop(engine, reward_fail=validation_fail), routing=SPEC, decode=str)
-        self.workers = [
-            RolloutWorker(
-                "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10
-            )
-        ]
+        self.workers = [self._worker(rollouts)]
         self.trace = Trace(directory / "trace.json")
         self.rollouts = Dispatcher(
             self.workers,
@@ -386,59 +384,13 @@ class Harness:
             record_failed=self.recorder.failed_rollout,
             trace=self.trace,
         )
-        publisher = Publisher(
-            self.pool,
-            on_update=on_update,
-            kv=kv,
-            rollouts=self.rollouts,
-            max_paused=max_paused,
-            staged=staged,
-            timeout_s=publish_timeout_s,
-            trace=self.trace,
+        self._of_new = iter(engines.new_replicas)
+        self._engines = engines
+        publisher, supervisor = supervised(
+            config, self.pool, rollouts=self.rollouts, start=self._start_replica, note=self.spy.note, trace=self.trace
         )
-        self.config = SimpleNamespace(
-            total_train_steps=steps,
-            seed=0,
-            output_dir=directory,
-            advantage=AdvantageConfig(),
-            checkpoint=CheckpointConfig(every=checkpoint_every),
-            rollout=SimpleNamespace(
-                max_failed_groups=max_failed_groups,
-                drop_without_spread=drop_without_spread,
-                kv="recompute",
-                record=RecordConfig(steps=0),
-                sampling=SamplingConfig(temperature=0.5),
-            ),
-            sync=SyncConfig(every=publish_every, timeout_s=publish_timeout_s),
-            trainer=SimpleNamespace(updates_per_batch=updates_per_batch),
-            validation=ValidationConfig(every=validate_every, samples=validation_samples),
-        )
-        found = None
-        if probe is not None:
-            self.trainer.may_end = self._is_probed
-            found = Probe(
-                self.pool,
-                config=probe,
-                dtypes=("float32",),
-                same_experts=True,
-                temperature=1.0,
-                max_tokens=LIMITS.max_tokens,
-                timeout_s=LIMITS.generate_timeout_s,
-                routing=SPEC,
-            )
-        supervisor = self.pool
-        if supervision is not None:
-            options_of_new = iter(new_replicas)
-
-            async def start_replica(lost, /, *, slot, name):
-                made = FakeReplica(script, **{**common, "name": name, **next(options_of_new, {})})
-                await made.stats()  # it may be dead from the start
-                self.replicas.append(made)
-                return made
-
-            supervisor = Supervisor(self.pool, publisher, start=start_replica, config=supervision, note=self.spy.note)
         self.parts = RunParts(
-            start_queue=None,
+            start_queue=self.start_queue,
             replace_trainer=None,
             checkpoints=self.checkpoints,
             publisher=publisher,
@@ -448,72 +400,114 @@ class Harness:
             recorder=self.recorder,
             trace=self.trace,
             weights_directory=directory / "weights",
-            held_out=held_out or ({"": [prompt_at(i) for i in range(5)]} if validate_every else {}),
+            held_out=held_out or {"": [prompt_at(i) for i in range(5 if config.validation.every else 0)]},
             schedule_replay=self.schedule_replay,
-            probe=found,
+            probe=self._probe(),
         )
-        if journal is None:
-            self.build(PromptSource(self.order, cursor=start.prompt_cursor, unfinished=start.unfinished_prompts))
+        self.pipeline = self._pipeline(order)
+
+    # ---- parts
+
+    def _queue(self):
+        config = self.config
+        if self.resume is not None:
+            return WatchedQueue(DirectHandle(QueueHost(config)), timeout_s=60.0)
+        groups, per_batch = config.rollout.groups_per_batch, config.trainer.updates_per_batch
+        policy = build_policy(config.staleness, batch_groups=groups, updates_per_batch=per_batch)
+        place = JournalPlace(directory=self.directory, run="flow", checkpoint=self.start.queue)
+        return LocalQueue(policy, state=state_of_checkpoint(place))
+
+    def _worker(self, rollouts: Rollouts) -> RolloutWorker:
+        config, router, replay = self.config, ReplicaRouter(self.pool), self.schedule_replay
+        engine = router if replay is None else replay.engine(router)
+        loop = Loop(engine, rollouts, limits=config.rollout.limits)
+
+        def rollouter(log):
+            """A rollouter of this run, whose `roll` tests may wrap."""
+            self.rollouter = Rollouter(
+                loop=loop if replay is None else replay.loop(loop),
+                routing=SPEC,
+                trajectories_per_group=config.rollout.trajectories_per_group,
+                resume_routing=config.rollout.resume_routing,
+                log=log,
+                failure=config.rollout.failure,
+                note=lambda found: self.spy.note(found.text),
+                failed=lambda rollout: self.workers[0].report(rollout),
+                decode=text_of_ids,
+            )
+            roll = self.rollouter.roll
+            self.rollouter.roll = lambda *args, **options: self.wrap_roll(roll)(*args, **options)
+            return self.rollouter
+
+        validator = Validator(
+            loop=Loop(engine, Rollouts(reward_fail=rollouts.validation_fail)), routing=SPEC, decode=str
+        )
+        return RolloutWorker(
+            "worker-0", rollouter=rollouter, validator=validator, gate=PauseGate(), pool=self.pool, replies_s=10
+        )
+
+    async def _start_replica(self, lost, /, *, slot, name):
+        made = self._engines.replica(name, next(self._of_new, {}))
+        await made.stats()  # it may be dead from the start
+        self.replicas.append(made)
+        return made
+
+    def _probe(self) -> Probe | None:
+        if not self.config.mismatch.prompts:
+            return None
+        self.trainer.may_end = self._is_probed
+        return Probe(
+            self.pool,
+            config=self.config.mismatch,
+            dtypes=("float32",),
+            same_experts=True,
+            temperature=1.0,
+            max_tokens=LIMITS.max_tokens,
+            timeout_s=LIMITS.generate_timeout_s,
+            routing=SPEC,
+        )
 
     def _is_probed(self):
         pipeline, version = self.pipeline, self.pipeline._unscored
         return version is None or (pipeline._loaded_version >= version and pipeline._probe.has_answers(version))
 
-    def build(self, prompts: PromptSource) -> None:
-        self.pipeline = Controller(
+    def _pipeline(self, order) -> Controller | RecoveryLoop:
+        """The run: with a journal as the launcher makes it, without one only its stages."""
+        if self.resume is not None:
+            return RecoveryLoop(self.config, self.parts, order=order, resume=self.resume)
+        return Controller(
             self.config,
             self.parts,
-            prompts=prompts,
+            prompts=PromptSource(order, cursor=self.start.prompt_cursor, unfinished=self.start.unfinished_prompts),
             queue=self.queue,
-            contents=self.contents,
+            contents=GroupContents(),
             trainer=self.trainer,
             start=self.start,
-            restored=self.restored,
         )
 
-    async def open(self) -> None:
-        """Open the journal and continue from it, as `RecoveryLoop` does."""
-        place = ContentPlace(
-            directory=self.journal.directory / "content",
-            run=self.journal.run,
-            fsync=False,
-            trajectories=3,
-            routing=SPEC,
-            resume_routing=self._resume_routing,
-        )
-        restored = await self.queue.open(self.journal, timeout_s=60.0)
-        stored = await read_content(place, restored)
-        assert not (stored.incomplete or stored.notes), stored.notes
-        await self.rollouts.open(place, live=restored.live)
-        self.contents = GroupContents.of_restart(restored, stored, forget=self.rollouts.forget)
-        self.restored = restored
-        live = restored.live | restored.given_up
-        self.recorder.resume_after(self.start.train_step, next_group=restored.next_group, live=live)
-        self.build(
-            PromptSource(
-                self.order,
-                cursor=restored.prompt_cursor,
-                unfinished=restored.waiting,
-                failed=failed_prompts(self.directory, restored),
-            )
-        )
+    async def start_queue(self):
+        """See `async_rl.controller.parts.RunParts`."""
+        return self.queue
+
+    # ---- the run
+
+    @property
+    def restored(self):
+        """What the run continued from; None if it died before it had read the journal, or has none."""
+        return getattr(self.queue, "restored", None)
 
     async def run(self, *, timeout_s: float = 120.0) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                if self.journal is not None:
-                    await self.open()
-                return await self.pipeline.run()
-        finally:
-            try:
-                if self.journal is None or self.restored is not None:
+                if isinstance(self.pipeline, RecoveryLoop):
+                    return await self.pipeline.run(self.trainer)
+                try:
+                    return await self.pipeline.run()
+                finally:
                     self.recorder.ledger(await self.queue.closing_records())
-            finally:
-                self.recorder.close()
-                self.trace.write()
-                if self.journal is not None:
-                    await self.host.close_journal()
-                    await self.rollouts.end()
+        finally:
+            self.recorder.close()
+            self.trace.write()
 
     def lines(self, name: str) -> list[dict]:
         return [json.loads(line) for line in (self.directory / name).read_text().splitlines()]

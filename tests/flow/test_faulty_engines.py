@@ -50,8 +50,9 @@ def trained_of(harness, groups):
     return [t for line in harness.groups("trained") for t in groups[line["group"]].trajectories]
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-@pytest.mark.parametrize("on_update", ["resume", "keep", "drain"])
+@pytest.mark.parametrize(
+    ("on_update", "kv"), [("resume", "recompute"), ("keep", "recompute"), ("keep", "keep"), ("drain", "recompute")]
+)
 async def test_faulty_answers_are_retried_and_a_dead_replica_is_left_out(tmp_path, on_update, kv):
     harness = Harness(
         tmp_path,

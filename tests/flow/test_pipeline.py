@@ -10,11 +10,18 @@ from async_rl.metrics.report import read_run, write_report
 from async_rl.metrics.trace import read_trace
 from async_rl.rollout.dispatcher import WorkerLostError
 from async_rl.run import causes
+from async_rl.trainer.batch.forest import prefixes_of
 from message_queue.errors import EngineError, RolloutError
 from tests.flow.harness import FakeTrainer, Harness, prompt_at
 from tests.helpers.traces import CHAIN, check_trace
 
 pytestmark = pytest.mark.virtual_time
+
+
+def prefixes_in_groups(batch):
+    """Prefixes of the sequences of each group, by their content."""
+    contents = [batch.contents[group] for group in sorted(set(batch.index[:, 0].tolist()))]
+    return [prefix for content in contents for prefix in prefixes_of([s for of in content for s in of])]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -39,6 +46,8 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
         for sequence in map(batch.sequence, range(len(batch))):
             rows = sequence.routed_experts
             assert (rows[:-1] >= 0).all() and (rows[-1] == -1).all()
+        shared = [tokens for _, tokens in batch.prefixes]
+        assert shared == [tokens for _, tokens in prefixes_in_groups(batch)] and max(shared) > 0
 
 
 async def test_rollout_continues_while_the_trainer_trains(tmp_path):
@@ -84,7 +93,11 @@ async def test_export_removes_a_version_once_no_replica_needs_it(tmp_path, max_s
     [
         ({"trainer": FakeTrainer(fail_at=3)}, ["train"], "rank 0 ran out of memory"),
         ({"replica_options": {"fail_load": EngineError("fake-0: no room")}}, ["publish"], "fake-0: no room"),
-        ({"replica_options": {"load_s": 1e9}, "publish_timeout_s": 0.1}, ["publish", "rollout"], "sync.timeout_s"),
+        (
+            {"replica_options": {"load_s": 1e9}, "publish_timeout_s": 0.1},
+            ["publish", "rollout", "watch"],
+            "sync.timeout_s",
+        ),
         ({"replica_options": {"fail": lambda _: EngineError("fake-0 is dead")}}, ["rollout"], "fake-0 is dead"),
     ],
     ids=["train", "publish", "publish-hangs", "rollout"],

@@ -104,7 +104,7 @@ async def test_trainer_does_not_wait_for_answers_of_a_probe(tmp_path):
 
 
 async def test_pipeline_keeps_a_schedule_whether_it_probes_or_not(tmp_path):
-    free = Harness(tmp_path / "free", steps=5, token_s=0.001, probe=None)
+    free = Harness(tmp_path / "free", steps=5, token_s=0.001)
     await free.run()
     kept = Harness(tmp_path / "kept", steps=5, token_s=0.001, probe=PROBE, schedule=read_schedule(tmp_path / "free"))
     kept.trainer.may_end = lambda: True  # a load may come after a step

@@ -31,6 +31,11 @@ CELLS = [
     # The live routers of R2 choose other experts in another precision; they are not compared here.
     for dtype in (("float32", "bfloat16") if replay == "R3" else ("float32",))
 ]
+CELLS += [
+    Cell(family=family, layout=layout, replay="R3", trees="mixed")
+    for layout in ("single", "dp2", "tp2", "cp2", "ep2", "pp2-vpp2")
+    for family in ("qwen3_moe", "deepseek_v3")
+]
 ENGINE_CELLS = [
     Cell(
         family=family,

@@ -127,8 +127,11 @@ class PackedAttention(torch.nn.Module):
 
     def forward(self, query, key, value, attention_mask, attn_mask_type, attention_bias=None, packed_seq_params=None):
         packed, ranks = packed_seq_params, self.ring.size()
-        assert attention_mask is None and attn_mask_type is AttnMaskType.causal and packed.qkv_format == "thd"
+        assert attention_mask is None and packed.qkv_format == "thd"
         assert value.shape[-1] == self.v_channels and all(x.is_contiguous() for x in (query, key, value))
+        if attn_mask_type.name == "padding_causal_bottom_right":
+            return self._to_the_ends(query, key, value, packed)
+        assert attn_mask_type is AttnMaskType.causal
         ends = packed.cu_seqlens_q_padded.tolist()
         # One object: else rows between sequences are taken for padding, which fewer kernels can skip.
         assert packed.cu_seqlens_q_padded is packed.cu_seqlens_q is packed.cu_seqlens_kv is packed.cu_seqlens_kv_padded
@@ -145,6 +148,22 @@ class PackedAttention(torch.nn.Module):
             mine = (here >= begin) & (here < end)
             mask = here[mine].unsqueeze(1) >= torch.arange(begin, end)
             q, k, v = (x.transpose(0, 1) for x in (query[mine], key[whole[begin:end]], value[whole[begin:end]]))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+            outs.append(out.transpose(0, 1))
+        return torch.cat(outs).flatten(1)
+
+    def _to_the_ends(self, query, key, value, packed):
+        """The last query of each sequence is that of its last key."""
+        assert self.ring.size() == 1, "rings cut sequences with as many queries as keys"
+        ends = [x.tolist() for x in (packed.cu_seqlens_q, packed.cu_seqlens_kv)]
+        assert packed.cu_seqlens_q is packed.cu_seqlens_q_padded and packed.cu_seqlens_kv is packed.cu_seqlens_kv_padded
+        sizes = [[end - begin for begin, end in itertools.pairwise(each)] for each in ends]
+        assert [sum(each) for each in sizes] == [len(query), len(key)]
+        assert [max(each) for each in sizes] == [packed.max_seqlen_q, packed.max_seqlen_kv]
+        outs = []
+        for q, k, v in zip(query.split(sizes[0]), key.split(sizes[1]), value.split(sizes[1]), strict=True):
+            mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
             outs.append(out.transpose(0, 1))
         return torch.cat(outs).flatten(1)

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics, tiny_models
 from tests.parallel.parity_cells import LAYOUTS, MODELS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
-from tests.parallel.support import NO_UPDATE, gradients, make_batch, padded_rank
+from tests.parallel.support import NO_UPDATE, TREES, gradients, make_batch, make_tree_batch, padded_rank
 
 # Forward and backward pass of 4 layers, each of about 12 operations in a row: projections, attention, norms, experts.
 # A broken replay moves gradients by 2e-2 or more.
@@ -30,6 +30,12 @@ TOLERANCE = numerics.rounding(2 * 4 * 12)
 LIMIT_S = 180.0  # of one cell; the first waits for the processes to start
 LOSS = DecoupledPPO(clip_low=0.9, clip_high=9.0, entropy_coefficient=0.01)
 MOVED_BY = 0.04  # standard deviation of the change of router weights (theirs is 0.1)
+# Packed on one rank, with nothing recomputed and no shared prefixes.
+ON_ONE_RANK = {
+    field.name: field.default
+    for field in fields(Cell)
+    if field.name not in ("family", "layout", "replay", "support", "trees", "shares")
+} | {"layout": "single", "shares": False}
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
 GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
@@ -87,7 +93,11 @@ def compare(ours: dict, theirs: dict) -> Difference:
 
 def parity_batch(cell: Cell):
     """The batch of a cell: advantages of one sign more than the other, so that the loss is far from zero."""
-    batch = make_batch(support=cell.support, layers=4 if cell.family == "gpt_oss" else 3)
+    layers = 4 if cell.family == "gpt_oss" else 3
+    if cell.trees:
+        batch = make_tree_batch(TREES[cell.trees], support=cell.support, layers=layers, other_rows=[(3, 12), (1, 5)])
+    else:
+        batch = make_batch(support=cell.support, layers=layers)
     batch["advantages"] += 1.0
     return batch
 
@@ -120,6 +130,7 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
             world_size=ranks_of(cell),
         )
     metrics = trainer.train(parity_batch(cell))
+    assert (metrics["tree/compression"] > 1.05) == bool(cell.trees and cell.shares)
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": gradients(trainer)}
 
 
@@ -158,7 +169,7 @@ def make_references(cells: list[Cell], folder: Path) -> None:
     """Write the checkpoints and the results of one rank, this process, that `folder` lacks."""
     from async_rl.trainer.distributed import ProcessGroups
 
-    absent = {c.reference: Cell(family=c.family, layout="single", replay=c.replay, support=c.support) for c in cells}
+    absent = {c.reference: replace(c, **ON_ONE_RANK) for c in cells}
     absent = {name: cell for name, cell in absent.items() if not (folder / name).exists()}
     for name, cell in absent.items():
         if not (folder / cell.family).exists():

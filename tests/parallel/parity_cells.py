@@ -79,6 +79,10 @@ class Cell:
     """A replay that is broken on purpose (tests/parallel/broken_replay.py); empty for none."""
     layers: str = "local"
     """local, transformer_engine, or fused: the spec of the latter over modules like its own (fused_layers.py)."""
+    trees: str = ""
+    """Shape of a batch with shared prefixes (`support.TREES`); empty for sequences that share nothing."""
+    shares: bool = True
+    """Whether prefixes are computed once; False in the reference."""
     support: bool = False
     """Whether the tokens were sampled from parts of the vocabulary."""
 
@@ -88,12 +92,12 @@ class Cell:
         layers = "" if self.layers == "local" else self.layers
         support = "support" if self.support else ""
         always = (self.family, self.layout, self.replay, self.recompute, self.packing)
-        return "/".join(part for part in (*always, dtype, layers, support, self.fault) if part)
+        return "/".join(part for part in (*always, dtype, layers, support, self.trees, self.fault) if part)
 
     @property
     def reference(self) -> str:
         """Name of the file with the result of one rank, in float32."""
-        return f"{self.family}-{self.replay}{'-support' if self.support else ''}.pt"
+        return "-".join(filter(None, (self.family, self.replay, "support" * self.support, self.trees))) + ".pt"
 
     @property
     def on_one_rank(self) -> "Cell":
@@ -108,9 +112,11 @@ class Cell:
             router_replay=self.replay,  # pyright: ignore[reportArgumentType]
             recompute=self.recompute,  # pyright: ignore[reportArgumentType]
             packing=self.packing == "packed",
+            prefix_sharing="auto" if self.shares else "off",
             dtype=self.dtype,  # pyright: ignore[reportArgumentType]
             layer_spec="transformer_engine" if self.layers == "transformer_engine" else "local",
-            micro_batch_tokens=32,  # several micro-batches on every rank, of sequences of different lengths
+            # Several micro-batches on every rank, of sequences of different lengths.
+            micro_batch_tokens=64 if self.trees else 32,
             timeout_s=60,
             threads=numerics.THREADS,
         )

@@ -2,6 +2,7 @@
 
 --layout tp2 pp2 --family qwen3_moe --replay R3 --recompute full --packing packed    cells to run; all without
 --support          the same cells on tokens that were sampled from parts of the vocabulary
+--trees mixed      the packed cells with sequences that share prefixes, in one of the shapes of support.TREES
 --json FILE        one line per cell, written at its end; cells in it within the tolerance are not repeated
 --markdown FILE    the summary as a table
 --work FOLDER      keeps checkpoints and references for a later call
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from tests.parallel.parity import TOLERANCE, Difference, run_cells
 from tests.parallel.parity_cells import FAMILIES, LAYOUTS, PACKINGS, RECOMPUTES, REPLAYS, Cell, all_cells
+from tests.parallel.support import TREES
 
 CHOICES = {
     "family": tuple(FAMILIES),
@@ -31,7 +33,9 @@ Results = dict[str, Difference]
 def chosen_cells(options: argparse.Namespace) -> list[Cell]:
     """Cells whose every field is among those asked for."""
     cells = [c for c in all_cells() if all(getattr(c, name) in getattr(options, name) for name in CHOICES)]
-    return [replace(cell, support=options.support) for cell in cells]
+    if options.trees:
+        cells = [cell for cell in cells if cell.packing == "packed"]
+    return [replace(cell, support=options.support, trees=options.trees) for cell in cells]
 
 
 def read_results(path: Path | None) -> Results:
@@ -112,6 +116,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, choices in CHOICES.items():
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices)
     parser.add_argument("--support", action="store_true")
+    parser.add_argument("--trees", choices=TREES, default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--work", type=Path)

@@ -15,6 +15,7 @@ import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from async_rl.trainer.batch.advantage import AdvantageConfig, BatchRewards
+from async_rl.trainer.batch.forest import prefixes_of
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.trainer.loss.losses import (
     DecoupledPPO,
@@ -98,6 +99,31 @@ def add_support(batch, support):
     batch.set("support", NonTensorStack(*(NonTensorData(each) for each in support)))
 
 
+TREES = {
+    "group": [(0, 20)] * 8,
+    "forks": [(0, 0), (0, 11), (1, 19), (0, 15), (3, 23), (1, 12)],
+    "compaction": [(0, 0), (0, 6), (0, 6), (2, 14), (0, 0)],
+    "mixed": [(0, 0), (0, 19), (0, 19), (0, 19), (1, 24), (0, 0), (5, 8), (6, 13), (0, 7), (0, 0)],
+}
+"""Shapes of batches: (an earlier sequence, tokens of the prefix shared with it) of each sequence."""
+TREE_LENGTHS = (29, 26, 31, 24, 27, 22, 30, 25, 28, 23)
+
+
+def make_tree_batch(shape, *, support=False, layers=3, other_rows=()):
+    """A batch whose sequences share prefixes.
+
+    shape: (an earlier sequence, tokens of the prefix shared with it) for each sequence.
+    other_rows: (sequence, position) with another row than the sequences that share the tokens.
+    """
+    batch = make_batch(TREE_LENGTHS[: len(shape)], layers=layers)
+    for number, (other, tokens) in enumerate(shape):
+        for name in ("token_ids", "routed_experts") if tokens else ():
+            batch[name][number, :tokens] = batch[name][other, :tokens]
+    for number, position in other_rows:
+        batch["routed_experts"][number, position] = (batch["routed_experts"][number, position] + 1) % EXPERTS
+    return add_random_support(batch) if support else batch
+
+
 UPDATE = 100  # of the weights at the start of a batch; version v holds v updates
 
 
@@ -119,6 +145,7 @@ def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
     lag, pure = columns.get("lag"), columns.get("pure_lag0")
     impure = pure is not None and lag is not None and bool(((lag == 0) & mask).any()) and not bool(pure.any())
     return TrainingBatch(
+        shared=prefixes_of([contents[of][at][0] for of, at, _ in index]),
         contents=[tuple(content) for content in contents],
         index=np.array(index),
         lengths=columns["lengths"].numpy(),

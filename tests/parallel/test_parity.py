@@ -47,6 +47,21 @@ SOUND = [
     cell("deepseek_v3", "tp2-cp2", "R2", "selective", "padded", support=True),
     cell("qwen3_moe", "cp2-ep2-dp2", "none", "none", "packed", support=True),
 ]
+TREES = [
+    cell("qwen3_moe", "single", "R3", "none", "packed", trees="group"),
+    cell("qwen3_moe", "dp2", "R3", "none", "packed", trees="forks", support=True),
+    cell("deepseek_v3", "tp2", "R3", "selective", "packed", trees="mixed"),
+    cell("qwen3_moe", "cp2", "R3", "none", "packed", trees="mixed"),
+    cell("deepseek_v3", "cp2-ep2", "R2", "full", "packed", trees="forks"),
+    cell("qwen3_moe", "pp2-vpp2", "R3", "full", "packed", trees="mixed", support=True),
+    cell("qwen3_moe", "tp2-ep2-etp1", "R2", "none", "packed", trees="compaction"),
+    cell("gpt_oss", "pp2", "R3", "none", "packed", trees="mixed"),
+    cell("qwen3_moe", "tp2-cp2", "R3", "selective", "packed", trees="group"),
+    cell("qwen3_moe", "tp2-dp2-ep2-etp1", "R3", "full", "packed", trees="mixed"),
+    cell("deepseek_v3", "cp2-pp2", "none", "none", "packed", trees="mixed"),
+    cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", trees="forks", layers="fused"),
+]
+SOUND += TREES
 BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
 BROKEN += [cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", "drop-layer", layers="fused")]
 BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]

@@ -88,8 +88,8 @@ def failed_rollout_is_trained(group):
 
 @defect("failure", kinds=FAILS)
 class FailedRolloutIsNotReplaced(Rollouter):
-    async def _member(self, prompt, admission, trajectories, number):
-        await self._run(prompt, admission, trajectories, number)
+    async def _member(self, roll, number):
+        await self._run(roll, number)
 
 
 @defect("staleness", of=build_policy)

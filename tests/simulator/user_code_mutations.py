@@ -26,8 +26,8 @@ async def user_functions_run_in_the_threads_of_the_loop(function, arguments, **_
 
 @defect("failure", "progress", kinds=CANCELS)
 class RolloutThatLetsOutACancelHasEnded(Rollouter):
-    async def _run(self, prompt, admission, trajectories, number):
+    async def _run(self, roll, number):
         try:
-            return await super()._run(prompt, admission, trajectories, number)
+            return await super()._run(roll, number)
         except RuntimeError:
             return True

@@ -26,15 +26,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from async_rl.trainer.batch.advantage import Advantages, BatchRewards
+from async_rl.trainer.batch.forest import Int64Array, Prefix
 from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
 from message_queue.training_sequence import BoolArray, Content, GroupContent, SampledRun, TrainingSequence
-
-Int64Array = NDArray[np.int64]
 
 
 class BatchError(AsyncRLError, ValueError):
@@ -110,6 +108,9 @@ class TrainingBatch:
     """Sampling temperature of the tokens in the loss; logits are divided by it."""
     admitted_updates: Sequence[int] = ()
     """[G], optimizer updates of the weights when each group was admitted."""
+    shared: Sequence[Prefix] = ()
+    """[S], the longest prefix of each sequence that an earlier one has too, as its number in the batch and tokens;
+    empty if they are not known. The micro-batches are planned by them; ranks compare the content itself."""
     rewards: BatchRewards | None = None
     """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
     recorded: RecordedGroups = field(default_factory=RecordedGroups)
@@ -118,6 +119,11 @@ class TrainingBatch:
     def __len__(self) -> int:
         """Number of sequences S."""
         return len(self.lengths)
+
+    @property
+    def prefixes(self) -> Sequence[Prefix]:
+        """`shared`, or no shared prefixes if they are not known."""
+        return self.shared or [(-1, 0)] * len(self)
 
     @property
     def num_trajectories(self) -> int:
@@ -247,6 +253,7 @@ def training_batch(
         retained_kv=retained_kv,
         temperature=temperature,
         admitted_updates=[head.admitted_update for head in heads],
+        shared=_prefixes(heads, of_group=table[:, 0]),
         rewards=rewards,
     )
 
@@ -265,6 +272,16 @@ def _trained(heads: Sequence[GroupHead]) -> list[tuple[int, int, list[tuple[int,
     ]
     if not found:
         raise BatchError("the batch has no trajectories")
+    return found
+
+
+def _prefixes(heads: Sequence[GroupHead], *, of_group: Int64Array) -> list[Prefix]:
+    """Prefixes of all sequences, with numbers in the batch; none are shared in a group whose head has no prefixes."""
+    found: list[Prefix] = []
+    for head, count in zip(heads, np.bincount(of_group, minlength=len(heads)).tolist(), strict=True):
+        first = len(found)
+        own = head.prefixes if len(head.prefixes) == count else [(-1, 0)] * count
+        found += [(first + number if number >= 0 else -1, tokens) for number, tokens in own]
     return found
 
 

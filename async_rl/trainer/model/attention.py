@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
-from async_rl.trainer.batch.micro_batch import PackedRows
+from async_rl.trainer.batch.micro_batch import PackedRows, Slots
 from async_rl.trainer.distributed import context_group
 from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from async_rl.trainer.router_replay import MicroBatchRouting
@@ -145,32 +145,45 @@ def _rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
 
 
 class _ToSlots(torch.autograd.Function):
-    """Rows [t, ...] -> padded slots [slots, ...]; padding slots repeat a row and have no gradient."""
+    """Rows [rows, ...] -> slots [slots, ...]. The gradient of a row is the sum over its slots; padding has none."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_row: Tensor, row_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(row_slot)
-        return rows.index_select(0, slot_row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (row_slot,) = ctx.saved_tensors
-        return grad.index_select(0, row_slot), None, None
-
-
-class _ToRows(torch.autograd.Function):
-    """Padded slots [slots, ...] -> rows [t, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, row_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(row_slot)
-        ctx.slots = len(slots)
-        return slots.index_select(0, row_slot)
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return x.index_select(0, slots.row)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (row_slot,) = ctx.saved_tensors
-        return grad.new_zeros((ctx.slots, *grad.shape[1:])).index_copy_(0, row_slot, grad), None
+        slots: Slots = ctx.slots
+        if slots.first is None:
+            return grad.index_select(0, slots.slot), None
+        # A sum over a list of rows for each row: the order of its terms is fixed, on every device.
+        summed = F.embedding_bag(slots.slot, grad.flatten(1), slots.first, mode="sum")
+        return summed.view(-1, *grad.shape[1:]), None
+
+
+class _ToRows(torch.autograd.Function):
+    """Query slots [slots, ...] -> rows [t, ...]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return x.index_select(0, slots.slot)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        slots: Slots = ctx.slots
+        return grad.new_zeros((len(slots.row), *grad.shape[1:])).index_copy_(0, slots.slot, grad), None
+
+
+def to_slots(x: Tensor, slots: Slots) -> Tensor:
+    """The rows [rows, ...] of each slot [slots, ...]."""
+    return cast(Tensor, _ToSlots.apply(x, slots))
+
+
+def to_rows(x: Tensor, slots: Slots) -> Tensor:
+    """The slot of each row [t, ...], if each has one, from [slots, ...]."""
+    return cast(Tensor, _ToRows.apply(x, slots))
 
 
 class RowModule(MegatronModule):
@@ -214,11 +227,11 @@ class RowModule(MegatronModule):
 
 
 class RowAttention(RowModule):
-    """Attention with torch's kernels.
+    """Attention with torch's kernels: the rows of a span attend to the keys of their path, which are gathered.
 
-    Without context parallelism, sequences of similar length form padded batches. Padding is on the right, so causality
-    keeps real tokens from attending to it. With context parallelism, keys and values of all ranks are gathered, and
-    each chunk of a sequence attends to the sequence up to its end (see PackedRows.buckets).
+    Spans of similar place and length form padded batches (see `AttentionBucket`). Padding is before the first query or
+    behind the last, so causality keeps real tokens from attending to it. With context parallelism, keys and values of
+    all ranks are gathered first.
 
     Some models (gpt-oss) have a sink for each head: a score that takes part in the softmax without a value. Some layers
     have a window: with 3, token 5 attends to the tokens 3, 4 and 5.
@@ -251,32 +264,18 @@ class RowAttention(RowModule):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """See RowModule."""
-        across = self.context_group.size() > 1
-        if across:  # the queries of this rank are in the order of the buckets
+        if self.context_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.context_group) for x in (key, value)
             )
-        else:
-            query = _to_slots(query, rows)
-        key, value = _to_slots(key, rows), _to_slots(value, rows)
-        queries = query.split([bucket.queries for bucket in rows.buckets])
-        sizes = [bucket.sequences * bucket.width for bucket in rows.buckets]
+        query, key, value = to_slots(query, rows.queries), to_slots(key, rows.keys), to_slots(value, rows.keys)
+        queries = query.split([bucket.spans * bucket.queries for bucket in rows.buckets])
+        keys = [bucket.spans * bucket.keys for bucket in rows.buckets]
         parts: list[Tensor] = []
-        for bucket, q, *kv in zip(rows.buckets, queries, key.split(sizes), value.split(sizes), strict=True):
-            q, k, v = (x.unflatten(0, (bucket.sequences, -1)).transpose(1, 2) for x in (q, *kv))
-            chunks = zip(q.split(bucket.chunk, dim=2), bucket.ends, strict=True)
-            outs = [self._attend(chunk, k[:, :, :end], v[:, :, :end]).transpose(1, 2) for chunk, end in chunks]
-            parts.append(_joined(outs, dim=1).flatten(0, 1))
-        out = _joined(parts, dim=0)
-        return out if across else cast(Tensor, _ToRows.apply(out, rows.row_slot))
+        for bucket, q, *kv in zip(rows.buckets, queries, key.split(keys), value.split(keys), strict=True):
+            q, k, v = (x.unflatten(0, (bucket.spans, -1)).transpose(1, 2) for x in (q, *kv))
+            parts.append(self._attend(q, k, v).transpose(1, 2).flatten(0, 1))
+        return to_rows(torch.cat(parts) if len(parts) > 1 else parts[0], rows.queries)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend_to_prefix(q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset)
-
-
-def _to_slots(x: Tensor, rows: PackedRows) -> Tensor:
-    return cast(Tensor, _ToSlots.apply(x, rows.slot_row, rows.row_slot))
-
-
-def _joined(parts: list[Tensor], *, dim: int) -> Tensor:
-    return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]

@@ -47,16 +47,16 @@ def peak_of(device: str) -> float | None:
     return None if "MIG" in name else next((rate for start, rate in _PEAKS.items() if name.startswith(start)), None)
 
 
-def train_operations(shape: ModelShape, lengths: NDArray[np.int64], *, num_loss_tokens: int, lora: LoraConfig) -> int:
+def train_operations(shape: ModelShape, runs: NDArray[np.int64], *, num_loss_tokens: int, lora: LoraConfig) -> int:
     """Operations of forward and backward pass, over all ranks.
 
     Args:
         shape: properties of the model.
-        lengths: int64 [S], tokens of each sequence.
+        runs: int64 [runs, 2], (first position, tokens) of the runs that are computed; see `UpdatePlan.runs`.
         num_loss_tokens: tokens in the loss; only these have logits.
         lora: settings of the adapters.
     """
-    model, tokens, longest = shape.megatron, int(lengths.sum()), shape.context_length
+    model, tokens, longest = shape.megatron, int(runs[:, 1].sum()), shape.context_length
     count = model["num_layers"]
     window = model["window_size"][0] + 1 if model.get("window_size") else longest
     windowed, routed = model.get("window_attn_skip_freq") or [1] * count, model.get("moe_layer_freq") or [0] * count
@@ -64,17 +64,32 @@ def train_operations(shape: ModelShape, lengths: NDArray[np.int64], *, num_loss_
     for has_window, has_experts in zip(windowed, routed, strict=True):
         products = _attention(model) | _mlp(model, experts=bool(has_experts))
         total += sum((3 if _is_trained(name, shape, lora) else 2) * tokens * size for name, size in products.items())
-        total += 3 * _pair(model) * attended_pairs(lengths, window=window if has_window else longest)
+        total += 3 * _pair(model) * attended_pairs(runs, window=window if has_window else longest)
     return 2 * total
 
 
-def attended_pairs(lengths: NDArray[np.int64], *, window: int) -> int:
+def pair_cost(shape: ModelShape) -> float:
+    """Operations of a token and a token that it attends to, over those of a token with the weights of the layers.
+
+    Layers with a window count as if they had none. 0.001 says that 1,000 attended tokens cost as much as a token.
+    """
+    model = shape.megatron
+    routed = model.get("moe_layer_freq") or [0] * model["num_layers"]
+    products = sum(sum((_attention(model) | _mlp(model, experts=bool(experts))).values()) for experts in routed)
+    return len(routed) * _pair(model) / products
+
+
+def attended_pairs(runs: NDArray[np.int64], *, window: int) -> int:
     """Pairs of a token and a token that it attends to, itself included.
 
-    5 tokens with a window of 3 have 1 + 2 + 3 + 3 + 3 = 12 pairs.
+    The run (0, 5) with a window of 3 has 1 + 2 + 3 + 3 + 3 = 12 pairs, the run (1, 2) has 2 + 3.
     """
-    reach = np.minimum(lengths, window)
-    return int((reach * (2 * lengths - reach + 1) // 2).sum())
+
+    def of_first(tokens: NDArray[np.int64]) -> int:
+        reach = np.minimum(tokens, window)
+        return int((reach * (2 * tokens - reach + 1) // 2).sum())
+
+    return of_first(runs.sum(1)) - of_first(runs[:, 0])
 
 
 def _pair(model: Mapping[str, Any]) -> int:

@@ -14,6 +14,7 @@ Recompute = Literal["none", "selective", "full"]
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 """Parts of a layer that `recompute=selective` can recompute, by megatron's names."""
 RouterReplayMode = Literal["none", "R2", "R3"]
+PrefixSharing = Literal["auto", "off"]
 LayerSpec = Literal["auto", "local", "transformer_engine"]
 
 
@@ -148,6 +149,9 @@ class TrainerConfig:
     """With `recompute=full`: the inputs of the layers wait in pinned host memory for the backward pass."""
     packing: bool = True
     """Concatenate the sequences of a micro-batch; otherwise each is padded to the longest of its micro-batch."""
+    prefix_sharing: PrefixSharing = "auto"
+    """`auto`: the sequences of a micro-batch share the computation of common prefixes, where `shares_prefixes` is true;
+    `off`: each is computed from its first token."""
     router_replay: RouterReplayMode = "R3"
     """R3 forces the experts that the engine chose, R2 the experts that a forward pass of the trainer chose before the
     first update of the batch; with `none` the live router chooses."""
@@ -217,6 +221,21 @@ class TrainerConfig:
                 f"trainer.ranks is {self.ranks}, not a multiple of expert x expert_tensor x pipeline = {expert_ranks} "
                 "(trainer.parallel); lower expert or expert_tensor, or add ranks"
             )
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences share the computation of common prefixes.
+
+        They do not if rows are padded, if a load-balance loss counts each token, or if Transformer Engine may pass keys
+        around context ranks.
+        """
+        ring = self.parallel.context > 1 and self.dtype == "bfloat16" and not self.lora.rank
+        return (
+            self.prefix_sharing == "auto"
+            and self.packing
+            and not self.aux_loss_coefficient
+            and not (ring and self.layer_spec != "local")
+        )
 
     @property
     def data_parallel(self) -> int:

@@ -18,6 +18,7 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.planning import Planner
 from async_rl.trainer.state.checkpoint import FORMAT
+from tests.helpers import tiny_models
 from tests.parallel.support import TRAINER, make_batch, make_supervised_batch, training_batch_of
 
 
@@ -161,6 +162,7 @@ async def test_trainer_ranks_are_killed_if_one_does_not_start(call, error, monke
         ranks.append(FakeRank(len(ranks), {call: error} if len(ranks) == failing else None))
         return ranks[-1]
 
+    tiny_models.qwen3_moe_config().save_pretrained(tmp_path)
     monkeypatch.setattr(trainer, "TrainerActor", SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
     monkeypatch.setattr(rpc.ray, "kill", killed.append)
     with pytest.raises(trainer.TrainerLostError, match=f"trainer rank .*{call}"):

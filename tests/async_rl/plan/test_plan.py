@@ -67,11 +67,18 @@ def test_plan_warns_of_a_run_that_would_lose(file, capsys):
         ("cv: 1.5", "spread: 1", "workload.lengths.spread"),
         ("staleness:", "stale:", "stale"),
         ("kind: lognormal", "kind: empirical", "values"),
+        ("staleness: {max_staleness: 3}", "staleness: {max_staleness: 1}\npublish: {every: 3}", "publish.every=3"),
     ],
 )
 def test_plan_refuses_what_makes_no_sense(file, capsys, old, new, named):
     assert main([file(WINS.replace(old, new)), "--steps", "1"]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_plan_of_a_run_that_publishes_every_second_batch_has_a_synchronous_one_that_publishes_each(file, capsys):
+    assert main([file(WINS + "publish: {every: 2}\n"), "--steps", "2", "--no-search", "--json"]) == 0
+    synchronous = json.loads(capsys.readouterr().out)["synchronous"]
+    assert synchronous["sync_bytes_per_s"] == pytest.approx(8e9 / synchronous["step_s"])
 
 
 def test_plan_names_the_share_of_groups_without_a_gradient(file, capsys):

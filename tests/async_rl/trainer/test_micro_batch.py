@@ -5,98 +5,129 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.trainer.batch.micro_batch import Coordinates, pack_rows, take_rows
+from async_rl.trainer.batch.forest import Forest
+from async_rl.trainer.batch.micro_batch import WASTE, Coordinates, pack_rows, take_rows
+from tests.helpers.forests import branching, forest_of_lists
 
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 PARTS = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3)])
 
 
-def rows_of_all_ranks(lengths, tensor, context, packing=True):
+@st.composite
+def packed(draw, parts=PARTS):
+    """Lists of numbers, rows of all ranks, tensor-parallel size, and whether the lists share prefixes."""
+    lists, (tensor, context) = draw(branching()), draw(parts)
+    shares = draw(st.booleans())
+    forest = forest_of_lists(lists) if shares else Forest.separate([len(each) for each in lists])
+    packing = shares or draw(st.booleans())
     places = [
         Coordinates(tensor=tensor, tensor_rank=t, context=context, context_rank=c)
         for c in range(context)
         for t in range(tensor)
     ]
-    return [pack_rows(lengths, at=at, packing=packing) for at in places]
+    rows = [pack_rows(forest, at=at, packing=packing) for at in places]
+    return lists, rows, tensor, shares
 
 
-def places(rows):
-    """(sequence, position) of each row."""
-    return [*zip(rows.segments.tolist(), rows.positions.tolist(), strict=True)]
+def keys_of_rows(of_ranks):
+    """For each rank: (row, rows of the keys that it attends to), counted over the ranks."""
+    for rank, rows in enumerate(of_ranks):
+        queries, keys = rows.queries.row.tolist(), rows.keys.row.tolist()
+        slot_of = {slot: row for row, slot in enumerate(rows.queries.slot.tolist())}
+        at_query = at_key = 0
+        for spans, num_queries, num_keys in rows.buckets:
+            for _ in range(spans):
+                for i in range(num_queries):
+                    if (row := slot_of.get(at_query + i)) is not None:
+                        assert queries[at_query + i] == row
+                        yield rank * len(rows) + row, keys[at_key : at_key + num_keys - num_queries + i + 1]
+                at_query, at_key = at_query + num_queries, at_key + num_keys
+        assert (at_query, at_key) == (len(queries), len(keys))
 
 
-@given(LENGTHS, PARTS, st.booleans())
-def test_rows_of_all_context_ranks_are_every_token_once(lengths, parts, packing):
-    tensor, _ = parts
-    of_ranks = rows_of_all_ranks(lengths, *parts, packing)
-    tokens = torch.cat([rows.index for rows in of_ranks[::tensor]])
-    assert sorted(tokens[tokens >= 0].tolist()) == list(range(sum(lengths)))
-    counts = {len(rows) for rows in of_ranks}
-    assert len(counts) == 1, "collectives need as many rows on each rank"
-    assert counts.pop() % tensor == 0
+@given(packed())
+def test_rows_of_all_context_ranks_are_every_token_of_the_forest_once(case):
+    lists, of_ranks, tensor, shares = case
+    starts = [sum(map(len, lists[:i])) for i in range(len(lists) + 1)]
+    assert len({len(rows) for rows in of_ranks}) == 1, "collectives need as many rows on each rank"
+    assert len(of_ranks[0]) % tensor == 0
+    rows_of = [rows.token_row for rows in of_ranks[::tensor]]
+    found = {}
+    for sequence, each in enumerate(lists):
+        for position in range(len(each)):
+            token = starts[sequence] + position
+            (place,) = [(rank, int(row[token])) for rank, row in enumerate(rows_of) if row[token] >= 0]
+            prefix = tuple(each[: position + 1]) if shares else (sequence, position)
+            assert found.setdefault(prefix, place) == place
+            rank, row = place
+            assert of_ranks[rank * tensor].positions[row] == position
+    assert len(set(found.values())) == len(found)
+    uses = torch.cat([rows.uses for rows in of_ranks[::tensor]])
+    index = torch.cat([rows.index for rows in of_ranks[::tensor]])
+    assert int(uses.count_nonzero()) == len(found) and int(uses.sum()) == starts[-1]
+    assert torch.equal(index >= 0, uses > 0)
 
 
-@given(LENGTHS, PARTS, st.booleans())
-def test_a_row_has_the_sequence_and_position_of_its_token(lengths, parts, packing):
-    expected = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
-    for rows in rows_of_all_ranks(lengths, *parts, packing):
-        real = rows.index >= 0
-        found = zip(rows.segments[real].tolist(), rows.positions[real].tolist(), strict=True)
-        assert list(found) == [expected[token] for token in rows.index[real].tolist()]
-        assert (rows.segments.diff() >= 0).all()
+@given(packed())
+def test_a_row_attends_to_the_tokens_of_its_path_up_to_its_own(case):
+    lists, of_ranks, tensor, _ = case
+    assert_each_row_attends_to_its_path(lists, of_ranks[::tensor])
 
 
-@given(LENGTHS, st.booleans())
-def test_every_row_has_a_slot_behind_those_of_its_sequence(lengths, packing):
-    (rows,) = rows_of_all_ranks(lengths, 1, 1, packing)
-    assert torch.equal(rows.slot_row[rows.row_slot], torch.arange(len(rows)))
-    start = 0
-    for bucket in rows.buckets:
-        size = bucket.sequences * bucket.width
-        held = rows.slot_row[start : start + size].view(bucket.sequences, bucket.width)
-        used = torch.isin(start + torch.arange(size), rows.row_slot).view(held.shape)
-        for line, real in zip(held, used, strict=True):
-            count = int(real.sum())
-            assert real[:count].all()  # padding is on the right
-            assert torch.equal(rows.positions[line[:count]], torch.arange(count))
-            assert rows.segments[line[:count]].unique().numel() == 1
-        start += size
-    assert start == len(rows.slot_row)
+def test_spans_that_begin_at_nearly_one_place_are_a_bucket():
+    lists = [[stem] * length + [tail] * 40 for stem, length in ((5, 30), (6, 31)) for tail in (1, 2)]
+    rows = pack_rows(forest_of_lists(lists), at=Coordinates())
+    assert (4, 41, 71) in rows.buckets
+    assert_each_row_attends_to_its_path(lists, [rows])
 
 
-@given(st.lists(st.integers(0, 40), max_size=12), st.sampled_from([(1, 2), (2, 2), (1, 3), (1, 4)]), st.booleans())
-def test_a_row_of_a_context_rank_attends_to_all_tokens_up_to_its_own(lengths, parts, packing):
-    tensor, context = parts
-    of_ranks = rows_of_all_ranks(lengths, *parts, packing)[::tensor]
-    rank_after_rank = [pair for rows in of_ranks for pair in places(rows)]
+def assert_each_row_attends_to_its_path(lists, of_ranks):
+    place = {}  # row, counted over the ranks -> the rows of its sequence up to it
+    for start, each in zip([sum(map(len, lists[:i])) for i in range(len(lists))], lists, strict=True):
+        own = []
+        for token in range(start, start + len(each)):
+            (row,) = [
+                rank * len(rows) + int(rows.token_row[token])
+                for rank, rows in enumerate(of_ranks)
+                if rows.token_row[token] >= 0
+            ]
+            own.append(row)
+            place[row] = list(own)
+    found = dict(keys_of_rows(of_ranks))
+    assert len(found) == sum(map(len, of_ranks))
+    assert {row: found[row] for row in place} == place
+
+
+@given(packed())
+def test_slots_know_their_rows_and_rows_their_slots(case):
+    _, of_ranks, _, _ = case
     for rows in of_ranks:
-        assert torch.equal(rows.slot_row[rows.row_slot], torch.arange(len(rows) * context))
-        slots = [rank_after_rank[row] for row in rows.slot_row.tolist()]
-        found = []
-        for bucket in rows.buckets:
-            taken, slots = slots[: bucket.sequences * bucket.width], slots[bucket.sequences * bucket.width :]
-            for line in (taken[i : i + bucket.width] for i in range(0, len(taken), bucket.width)):
-                found += [line[: end - bucket.chunk + i + 1] for end in bucket.ends for i in range(bucket.chunk)]
-        assert slots == []
-        assert found == [[(segment, p) for p in range(position + 1)] for segment, position in places(rows)]
-        assert sum(bucket.queries for bucket in rows.buckets) == len(rows)
-
-
-def test_sequences_of_one_length_are_a_bucket_of_each_context_rank():
-    (first, second) = rows_of_all_ranks([8, 7, 3], 1, 2)
-    assert [(b.sequences, b.width, b.chunk, b.ends) for b in first.buckets] == [(2, 8, 2, (2, 8)), (1, 4, 1, (1, 4))]
-    assert [(b.sequences, b.width, b.chunk, b.ends) for b in second.buckets] == [(2, 8, 2, (4, 6)), (1, 4, 1, (2, 3))]
+        assert rows.queries.first is None, "a row has one query"
+        assert torch.equal(rows.queries.row[rows.queries.slot], torch.arange(len(rows)))
+        counts = rows.keys.row[rows.keys.slot].bincount(minlength=1)
+        assert (rows.keys.row[rows.keys.slot].diff() >= 0).all()
+        if rows.keys.first is not None:
+            ends = torch.cat((rows.keys.first[1:], torch.tensor([len(rows.keys.slot)])))
+            assert torch.equal((ends - rows.keys.first)[: len(counts)], counts)
 
 
 @given(st.lists(st.integers(20, 60), min_size=2, max_size=40))
 def test_attention_slots_waste_little(lengths):
-    (rows,) = rows_of_all_ranks(lengths, 1, 1)
-    assert len(rows.slot_row) <= len(rows) / (1 - 0.15) + 1
+    rows = pack_rows(Forest.separate(lengths), at=Coordinates())
+    assert rows.is_plain and rows.keys is rows.queries
+    assert len(rows.queries.row) <= len(rows) / (1 - WASTE) + 1
+
+
+def test_chunks_of_one_place_are_a_bucket_of_each_context_rank():
+    first, second = (
+        pack_rows(Forest.separate([8, 7, 3]), at=Coordinates(context=2, context_rank=rank)) for rank in range(2)
+    )
+    assert first.buckets == ((2, 2, 2), (1, 1, 1), (1, 1, 4), (2, 2, 8))
+    assert second.buckets == ((1, 1, 2), (2, 2, 4), (1, 1, 3), (2, 2, 6))
 
 
 def test_an_empty_micro_batch_is_padding():
     for at in (Coordinates(), Coordinates(tensor=2), Coordinates(tensor=2, context=2)):
-        rows = pack_rows([], at=at)
+        rows = pack_rows(Forest.separate([]), at=at)
         assert len(rows) > 0
         assert (rows.index == -1).all()
 

@@ -61,6 +61,7 @@ def micro_batches_of(plan, *, data, context, tensor, packing):
                     at=at,
                     device=torch.device("cpu"),
                     packing=packing,
+                    shares_prefixes=packing,
                     replay="R3",
                     routing=ROUTING,
                     layers=LAYERS,

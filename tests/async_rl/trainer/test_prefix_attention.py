@@ -1,4 +1,4 @@
-"""Attention over context ranks is that of one rank, and no tensor has the size of queries x keys."""
+"""Attention over shared prefixes and context ranks is attention by definition, without a tensor of queries x keys."""
 
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from async_rl.trainer.batch.forest import Forest
 from async_rl.trainer.batch.micro_batch import Coordinates, pack_rows
 from async_rl.trainer.model import prefix_attention
 from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from tests.helpers import numerics
+from tests.helpers.forests import branching, forest_of_lists
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -79,7 +81,16 @@ LAYERS = {
     "window and sinks": Layer(window=5, sinks=True),
 }
 GATHER = "async_rl.trainer.model.attention.gather_from_sequence_parallel_region"
-LENGTHS = st.lists(st.integers(1, 40), max_size=6)
+
+
+def on_path(forest, nodes, real):
+    """bool [rows, rows], whether the node of the second row is that of the first, or before it; padding has no path."""
+    parents = [*forest.parent.tolist(), -1]
+    paths = []
+    for node in range(len(parents)):
+        paths.append({node} | (paths[parents[node]] if parents[node] >= 0 else set()))
+    reach = torch.tensor([[other in path for other in range(len(parents))] for path in paths])
+    return reach[nodes][:, nodes] & (real | (nodes[:, None] == nodes))
 
 
 def on_all_ranks(layer, tensors, of_ranks):
@@ -111,15 +122,24 @@ def assert_as_exact(found, expected, *, tensors, weights, terms):
 
 @pytest.mark.parametrize("name", LAYERS)
 @settings(max_examples=25)
-@given(lengths=LENGTHS, context=st.integers(1, 4), packing=st.booleans(), block=st.sampled_from([2, 5, 1024]))
-def test_attention_of_any_number_of_context_ranks_is_attention_by_definition(name, lengths, context, packing, block):
+@given(
+    lists=branching(),
+    shares=st.booleans(),
+    context=st.integers(1, 4),
+    packing=st.booleans(),
+    block=st.sampled_from([2, 5, 1024]),
+)
+def test_attention_on_any_number_of_context_ranks_is_attention_by_definition(
+    name, lists, shares, context, packing, block
+):
     layer = LAYERS[name]
+    forest = forest_of_lists(lists) if shares else Forest.separate([len(each) for each in lists])
     places = [Coordinates(context=context, context_rank=rank) for rank in range(context)]
-    of_ranks = [pack_rows(lengths, at=at, packing=packing) for at in places]
-    segments, positions = (torch.cat([getattr(r, c) for r in of_ranks]) for c in ("segments", "positions"))
-    tensors = layer.tensors(len(segments))
+    of_ranks = [pack_rows(forest, at=at, packing=packing or shares) for at in places]
+    nodes, positions, index = (torch.cat([getattr(r, c) for r in of_ranks]) for c in ("nodes", "positions", "index"))
+    tensors = layer.tensors(len(nodes))
     exact = [x.detach().double().requires_grad_() for x in tensors]
-    allowed = (segments[:, None] == segments) & layer.in_reach(positions, positions)
+    allowed = on_path(forest, nodes, index >= 0) & layer.in_reach(positions, positions)
     with mock.patch.object(prefix_attention, "BLOCK", block):
         found = on_all_ranks(layer, tensors, of_ranks)
     expected = layer.dense(*exact, allowed=allowed)
@@ -167,7 +187,7 @@ class LargestStorage(TorchDispatchMode):
 def test_no_tensor_has_the_size_of_queries_times_keys(name, rank, monkeypatch):
     monkeypatch.setattr(prefix_attention, "BLOCK", 128)
     layer, tokens, context = replace(LAYERS[name], window=LAYERS[name].window and 200), 8192, 8
-    rows = pack_rows([tokens], at=Coordinates(context=context, context_rank=rank))
+    rows = pack_rows(Forest.separate([tokens]), at=Coordinates(context=context, context_rank=rank))
     q, k, v, *_ = layer.tensors(tokens)
     module, whole = layer.module(context), iter((k, v))
     if layer.sinks:
@@ -177,5 +197,5 @@ def test_no_tensor_has_the_size_of_queries_times_keys(name, rank, monkeypatch):
         module.attend(*own, rows).sum().backward()
     gathered = tokens * layer.groups * layer.channels
     channels = layer.channels + (prefix_attention.SINK_CHANNELS if layer.sinks else 0)
-    keys_of_all_heads = (tokens + 1) * layer.heads * channels
+    keys_of_all_heads = max(tokens + 1, len(rows.keys.row)) * layer.heads * channels
     assert gathered <= seen.largest <= keys_of_all_heads < len(rows) * tokens / 16

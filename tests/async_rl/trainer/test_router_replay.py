@@ -38,11 +38,11 @@ BIAS = torch.linspace(-1, 1, EXPERTS)
 SIGMOID_ROUTER = SimpleNamespace(score_function="sigmoid", expert_bias=BIAS, config=SimpleNamespace())
 
 
-def routed(scores, table, *, router=None, threshold=0.0, real=None):
+def routed(scores, table, *, router=None, threshold=0.0, uses=None):
     """(scores, experts, sums) of layer 1 replaying `table`."""
     replay = LayerReplay(router or softmax_router(), layer=1, threshold=threshold)
-    real = torch.ones(len(scores), dtype=torch.bool) if real is None else real
-    replay.routing = MicroBatchRouting(mode="replay", tables={1: table}, real=real)
+    uses = torch.ones(len(scores), dtype=torch.int64) if uses is None else uses
+    replay.routing = MicroBatchRouting(mode="replay", tables={1: table}, uses=uses)
     given_scores, experts = replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
     sums = replay.routing.sums.get(1)
     return given_scores, experts, sums if sums is None else dict(zip(ROUTING_SUMS, sums.tolist(), strict=True))
@@ -85,15 +85,16 @@ def test_replay_forces_recorded_experts_with_the_gradient_of_their_scores():
     assert torch.equal(scores.grad, torch.zeros_like(scores).scatter(1, recorded, 1.0))
 
 
-def test_counts_are_of_real_tokens_and_tell_fallback_from_replay():
+def test_counts_are_of_the_tokens_of_each_sequence_and_tell_fallback_from_replay():
+    """The second row is shared by 3 sequences, the last is padding."""
     scores = torch.tensor([[4.0, 3, 2, 1, 0, -1, -2, -3]]).repeat(4, 1)
     table = torch.tensor([[0, 1, 2], [0, 1, 7], [-1, -1, -1], [5, 6, 7]])
-    _, experts, sums = routed(scores, table, real=torch.tensor([True, True, True, False]))
+    _, experts, sums = routed(scores, table, uses=torch.tensor([1, 3, 1, 0]))
     assert experts.tolist() == [[0, 1, 2], [0, 1, 7], [0, 1, 2], [5, 6, 7]]
     p = scores[0].softmax(-1)
-    expected = {"agreeing": 5, "replayed": 6, "refused": 0, "fallback": 1, "rows": 3}
+    expected = {"agreeing": 3 + 3 * 2, "replayed": 12, "refused": 0, "fallback": 1, "rows": 5}
     assert {name: sums[name] for name in expected} == expected
-    assert sums["mass"] == pytest.approx(2 * float(p[0] + p[1]) + float(p[2] + p[7]), rel=ROUNDING)
+    assert sums["mass"] == pytest.approx(4 * float(p[0] + p[1]) + float(p[2] + 3 * p[7]), rel=ROUNDING)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
@@ -126,7 +127,7 @@ def test_the_mass_of_probabilities_is_their_share_without_the_bias(router, steer
 
 def test_routing_metrics_are_of_each_layer_and_of_all_and_registered():
     scores = torch.tensor([[4.0, 3, 2, 1, 0, -1, -2, -3]]).repeat(2, 1)
-    routing = MicroBatchRouting(mode="replay", tables={}, real=torch.ones(2, dtype=torch.bool))
+    routing = MicroBatchRouting(mode="replay", tables={}, uses=torch.ones(2, dtype=torch.int64))
     for layer, rows in ((1, [[0, 1, 2], [0, 1, 7]]), (3, [[5, 6, 7], [-1, -1, -1]])):
         replay = LayerReplay(softmax_router(), layer=layer)
         routing.tables[layer], replay.routing = torch.tensor(rows), routing
@@ -146,7 +147,7 @@ def test_routing_metrics_are_of_each_layer_and_of_all_and_registered():
 def test_a_layer_without_rows_and_rows_of_another_shape_are_refused():
     scores, recorded = random_case(5)
     replay = LayerReplay(softmax_router(), layer=2)
-    replay.routing = MicroBatchRouting(mode="replay", tables={1: recorded}, real=torch.ones(6, dtype=torch.bool))
+    replay.routing = MicroBatchRouting(mode="replay", tables={1: recorded}, uses=torch.ones(6, dtype=torch.int64))
     with pytest.raises(BatchError, match="layer 2"):
         replay.get_replay_topk(scores, TOP_K, default_compute_topk=top_k)
     with pytest.raises(BatchError, match=r"\[5, 3\]"):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from async_rl.trainer.batch.advantage import Advantages
+from async_rl.trainer.batch.forest import prefixes_of
 from async_rl.trainer.batch.training_batch import BatchError, supervised_batch, training_batch
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
@@ -171,6 +172,25 @@ def test_the_paths_of_a_trajectory_are_sequences_of_one_advantage():
     assert [batch.loss_tokens(n).positions.tolist() for n in (0, 1)] == [[3, 4, 6, 7], [6, 7]]
 
 
+def test_prefixes_of_heads_have_the_numbers_of_the_batch():
+    groups = as_groups(forked_trajectory(), updated_trajectory(), forked_trajectory())
+    heads = [head_of(group) for group in groups]
+    for number, group in enumerate(groups):
+        content = content_of(group)
+        found = prefixes_of([content[trajectory][at] for trajectory, at in heads[number].trained])
+        heads[number] = replace(heads[number], prefixes=tuple(found))
+    made = training_batch(
+        heads,
+        [content_of(group) for group in groups],
+        advantages=Advantages(values=np.ones(3, np.float32), informative=np.ones(3, np.bool_)),
+        current_update=6,
+        version_updates={3: 4, 4: 6},
+    )
+    assert heads[2].prefixes == ((-1, 0), (0, 8)), "the paths have equal tokens and rows"
+    assert made.prefixes == [(-1, 0), (0, 8), (-1, 0), (-1, 0), (3, 8)]
+    assert batch_of(groups, 1.0, 1.0, 1.0).prefixes == [(-1, 0)] * 5, "the content was not compared"
+
+
 @pytest.mark.parametrize("routing", [SPEC, None])
 def test_a_token_after_shared_tokens_of_older_weights_is_not_pure(routing):
     assert joined(made_of(forked_trajectory(routing=routing)), "lag") == [2, 2, 0, 0, 0, 0]
@@ -214,14 +234,13 @@ def test_no_token_behind_a_row_that_no_engine_could_give_is_pure(mode):
 def test_over_retained_kv_only_groups_admitted_at_lag_zero_are_pure(mode):
     groups = as_groups(updated_trajectory(mode, versions=(4, 4)))
     for admitted_update, expected in ((3, []), (4, [3, 4, *NEWEST])):
-        groups[0].admitted_update = admitted_update
-        batch = batch_of(groups, 1.0, update=4, updates={4: 4}, retained_kv=True)
+        admitted = [replace(groups[0], admitted_update=admitted_update)]
+        batch = batch_of(admitted, 1.0, update=4, updates={4: 4}, retained_kv=True)
         assert pure_positions(batch) == expected
 
 
 def test_over_retained_kv_a_forced_token_is_pure_only_over_rows_of_lag_zero():
-    groups = as_groups(updated_trajectory("force"))
-    groups[0].admitted_update = 4
+    groups = [replace(each, admitted_update=4) for each in as_groups(updated_trajectory("force"))]
     assert pure_positions(batch_of(groups, 1.0, update=4, updates={3: 2, 4: 4}, retained_kv=True)) == []
 
 

@@ -7,16 +7,16 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.gate import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
-from async_rl.inference.stub import InProcess
-from async_rl.weights.transport import Seat, Source, WeightUpdate
-from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
+from async_rl.simulator.standins import ScriptedReplica
+from async_rl.weights.transport import WeightUpdate
+from message_queue.errors import AnswerError, ContractError, EngineError
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.helpers.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, fake_row, fake_weights
@@ -43,15 +43,13 @@ class _Decode:
     """Set when the decode must end."""
     moving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the decode is not frozen."""
-    finished: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the caller has the result."""
 
     def end(self) -> None:
         self.interrupt.set()
         self.moving.set()
 
 
-class FakeEngine(InProcess):
+class FakeEngine(ScriptedReplica):
     """An Engine with the life cycle of a replica: pause, abort, freeze, load, resume; one event loop, no threads.
 
     Args:
@@ -79,11 +77,10 @@ class FakeEngine(InProcess):
         name: str = "fake-0",
         version: int = 0,
     ) -> None:
-        self.name = self.node = name
+        super().__init__(name, weights=fake_weights(version))
         self.requests: list[GenerateRequest] = []
         self.staged: list[int] = []
         self.loads: list[tuple[int, str]] = []  # (version, kv)
-        self.weights = fake_weights(version)
         self.num_tokens = 0
         self._script = script
         self._routing = routing
@@ -93,14 +90,9 @@ class FakeEngine(InProcess):
         self._fail = fail
         self._faults = iter(faults)
         self._edge = edge
-        self._dead: ReplicaLostError | None = None
         self._hung = False
-        self._open = asyncio.Event()
-        self._open.set()
         self._running: dict[str, _Decode] = {}
         self._prefixes: Counter[str] = Counter()  # of the ids that run
-        self._idle = asyncio.Event()  # set while nothing runs
-        self._idle.set()
 
     # ---- life cycle
 
@@ -109,85 +101,43 @@ class FakeEngine(InProcess):
         """Requests that decode now, frozen ones too; those that wait at the pause are not among them."""
         return len(self._running)
 
-    async def pause(self) -> None:
-        """New decodes wait; running ones continue."""
-        await self._answering()
-        self._open.clear()
+    async def stage(self, update: WeightUpdate) -> None:
+        """Hold other weights next to those that serve."""
+        await super().stage(update)
+        self.staged.append(update.weights.version)
 
-    async def resume(self) -> None:
-        await self._answering()
-        self._open.set()
+    async def _on_load(self, weights: WeightVersion, kv: str, *, seconds: float) -> None:
+        await super()._on_load(weights, kv, seconds=seconds)
+        self.loads.append((weights.version, kv))
+
+    def _on_abort(self) -> None:
+        for decode in self._running.values():
+            decode.end()
+
+    def _on_freeze(self) -> None:
+        for decode in self._running.values():
+            decode.moving.clear()
+
+    def _on_resume(self) -> None:
         for decode in self._running.values():
             decode.moving.set()
 
-    async def abort(self) -> int:
-        """End every running decode with its tokens so far; returns their number once all have answered."""
-        await self._answering()
-        decodes = list(self._running.values())
-        for decode in decodes:
-            decode.end()
-        for decode in decodes:
-            await decode.finished.wait()
-        return len(decodes)
-
-    async def drain(self) -> None:
-        """Return when nothing runs. Pause first, or new decodes may prolong it."""
-        await self._answering()
-        await self._idle.wait()
-        await self._answering()
-
-    async def freeze(self) -> int:
-        """Hold every running decode until `resume`."""
-        await self._answering()
-        if self._open.is_set():
-            raise EngineError(f"{self.name}: freeze while serving; call pause first")
-        for decode in self._running.values():
-            decode.moving.clear()
-        return len(self._running)
-
-    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        """Nothing to bring."""
-        await self._answering()
-
-    async def offer(self, update: WeightUpdate) -> Source:
-        raise EngineError(f"{self.name} serves no versions")
-
-    async def stage(self, update: WeightUpdate) -> None:
-        """Hold other weights next to those that serve."""
-        await self._answering()
-        self.staged.append(update.weights.version)
-
-    async def load(self, update: WeightUpdate | WeightVersion, *, kv: str = "recompute") -> WeightVersion:
-        """Serve other weights from now on.
-
-        Raises:
-            EngineError: not paused, or a decode is in flight that is not frozen.
-        """
-        await self._answering()
-        moving = sum(decode.moving.is_set() for decode in self._running.values())
-        if self._open.is_set() or moving:
-            raise EngineError(f"{self.name}: load with {moving} decodes in flight; pause and abort first")
-        self.weights = update.weights if isinstance(update, WeightUpdate) else update
-        self.loads.append((self.weights.version, kv))
-        return self.weights
-
-    async def checksum(self) -> str:
-        return self.weights.digest
-
     async def stats(self) -> ReplicaStats:
-        await self._answering()
-        return ReplicaStats(in_flight=self.in_flight, busy_seconds=0.0)
+        return replace(await super().stats(), busy_seconds=0.0)
 
     def die(self, cause: str = "killed") -> None:
         """Fail every request and every control call, running or new."""
-        self._dead = ReplicaLostError(f"replica {self.name} is dead: {cause}")
-        self._open.set()
-        for decode in self._running.values():
-            decode.end()
+        self._gate.fail(cause)
+        self._on_abort()
 
     def hang(self) -> None:
         """Answer nothing from now on, neither requests nor control calls."""
         self._hung = True
+
+    async def _answering(self) -> None:
+        if self._hung:
+            await asyncio.Event().wait()
+        await super()._answering()
 
     # ---- decoding
 
@@ -195,24 +145,18 @@ class FakeEngine(InProcess):
         self._refuse_bad_ids(request)
         self.requests.append(request)
         await self._answering()
-        while not self._open.is_set():  # a pause may follow a resume before this task runs
-            await self._open.wait()
-        await self._answering()
-        if (failure := self._fail(request)) is not None:
-            raise failure
-        decode = self._running[request.request_id] = _Decode()
-        decode.moving.set()
-        self._idle.clear()
-        self._prefixes.update(prefixes := [request.request_id[:end] for end in range(1, len(request.request_id))])
-        try:
-            answer = await self._decode(request, decode)
-            return self._sent(request, answer)
-        finally:
-            del self._running[request.request_id]
-            self._prefixes.subtract(prefixes)
-            decode.finished.set()
-            if not self._running:
-                self._idle.set()
+        async with self._gate.admit(request.request_id):
+            await self._answering()
+            if (failure := self._fail(request)) is not None:
+                raise failure
+            decode = self._running[request.request_id] = _Decode()
+            decode.moving.set()
+            self._prefixes.update(prefixes := [request.request_id[:end] for end in range(1, len(request.request_id))])
+            try:
+                return self._sent(request, await self._decode(request, decode))
+            finally:
+                del self._running[request.request_id]
+                self._prefixes.subtract(prefixes)
 
     async def _decode(self, request: GenerateRequest, decode: _Decode) -> list[TokenOutput]:
         ids = request.token_ids.tolist()
@@ -309,12 +253,6 @@ class FakeEngine(InProcess):
                     await decode.interrupt.wait()
         await decode.moving.wait()
         await self._answering()
-
-    async def _answering(self) -> None:
-        if self._hung:
-            await asyncio.Event().wait()
-        if self._dead is not None:
-            raise ReplicaLostError(str(self._dead))
 
     def _refuse_bad_ids(self, request: GenerateRequest) -> None:
         name = request.request_id

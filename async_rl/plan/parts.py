@@ -1,4 +1,6 @@
-"""A replica without tokens: requests have a length, and all running requests advance by one token per decode step.
+"""Replicas, trainer and checkpoints without tokens: what they do takes time, by the rates of a description.
+
+Requests have a length, and all running requests of a replica advance by one token per decode step.
 
 Gate and life cycle are those of a real replica (`RequestGate`), so a publish pauses, aborts, freezes or drains it as in
 a run. A decode step takes longer with more requests (`Rates.step_s`), requests above `max_running` wait in order, and a
@@ -11,24 +13,30 @@ prefill stops the decode of all. So only the start and the end of a request are 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.gate import KVPolicy, ReplicaStats, RequestGate, until_finished
-from async_rl.inference.stub import InProcess
+from async_rl.controller.checkpoints import Checkpoints, RunState
+from async_rl.controller.parts import Trainer
+from async_rl.inference.gate import KVPolicy
 from async_rl.inference.supervisor import Supervisor
-from async_rl.plan.description import Rates
-from async_rl.weights.transport import Seat, Source, WeightUpdate
-from message_queue.errors import EngineError
+from async_rl.metrics.recorder import Recorder
+from async_rl.plan.description import Interruptions, Rates
+from async_rl.simulator.standins import ScriptedReplica, ScriptedTrainer
+from async_rl.trainer.batch.training_batch import TrainingBatch
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 
-CLOSE = 1e-6  # tokens; a request so near to its end has ended
+CLOSE = 1e-6  # tokens or seconds; what is so near to its end has ended
 
 
 @dataclass(slots=True, eq=False)
@@ -60,25 +68,22 @@ class Decode:
         return sum(tokens for _, tokens in self.spans)
 
 
-class PlannedReplica(InProcess):
-    """See `async_rl.inference.replica.EngineReplica`. The request of `generate` is a Decode.
+class PlannedReplica(ScriptedReplica):
+    """A replica whose requests are `Decode`s.
 
     Attributes:
         busy_s: time with a running request.
         tokens: tokens sampled.
 
     Args:
-        staged: whether a version is loaded before the pause.
         slow: seconds of its decode steps over those of `rates`.
     """
 
-    def __init__(self, name: str, *, rates: Rates, staged: bool, slow: float = 1.0) -> None:
-        self.name = self.node = name
+    def __init__(self, name: str, *, rates: Rates, slow: float = 1.0) -> None:
+        super().__init__(name, weights=WeightVersion(0, "0"))
+        self.load_s, self.transfer_s = rates.load_s, rates.transfer_s
         self.busy_s = self.tokens = 0.0
         self._rates = rates
-        self._staged = staged
-        self._weights = WeightVersion(0, "0")
-        self._gate = RequestGate(name)
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
         self._running: list[tuple[float, int, Decode]] = []  # a heap, by progress at the end
@@ -91,11 +96,7 @@ class PlannedReplica(InProcess):
 
     # ---- control
 
-    async def pause(self) -> None:
-        self._gate.pause()
-
-    async def abort(self) -> int:
-        requests = self._gate.request_abort()
+    def _on_abort(self) -> None:
         self.advance()
         for _, _, decode in self._running:
             self._end(decode, aborted=True)
@@ -104,51 +105,25 @@ class PlannedReplica(InProcess):
             decode.ended.set()
         self._running.clear()
         self._waiting.clear()
-        await until_finished(requests)
-        return len(requests)
 
-    async def drain(self) -> None:
-        await self._gate.drain()
-
-    async def freeze(self) -> int:
+    def _on_freeze(self) -> None:
         self.advance()
         self._frozen = True
         self._schedule()
-        return self._gate.freeze()
 
-    async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        await asyncio.sleep(self._rates.transfer_s)
+    def _on_resume(self) -> None:
+        self.advance()
+        self._frozen = False
+        self._schedule()
 
-    async def offer(self, update: WeightUpdate) -> Source:
-        raise EngineError(f"{self.name} serves no versions")
-
-    async def stage(self, update: WeightUpdate) -> None:
-        await asyncio.sleep(self._rates.load_s)
-
-    async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        self._gate.require_quiet("load")
-        if not self._staged:
-            await asyncio.sleep(self._rates.load_s)
+    async def _on_load(self, weights: WeightVersion, kv: KVPolicy, *, seconds: float) -> None:
+        await asyncio.sleep(seconds)
         context = 0.0
         for end, _, decode in self._running:
             self._sampled(decode)
             context += decode.context + decode.tokens - (end - self._progress)
         if kv == "recompute":
             self._prefill(context)
-        self._weights = update.weights
-        return self._weights
-
-    async def checksum(self) -> str:
-        return self._weights.digest
-
-    async def resume(self) -> None:
-        self.advance()
-        self._frozen = False
-        self._schedule()
-        self._gate.resume()
-
-    async def stats(self) -> ReplicaStats:
-        return self._gate.stats()
 
     # ---- decoding
 
@@ -237,14 +212,14 @@ class PlannedReplica(InProcess):
         """Note the tokens of the version that is loaded now."""
         tokens = min(int(self._progress - decode.started + CLOSE), decode.tokens - decode.sampled)
         if tokens > 0:
-            decode.spans.append((self._weights.version, tokens))
+            decode.spans.append((self.weights.version, tokens))
             decode.started += tokens
 
     def _end(self, decode: Decode, *, aborted: bool) -> None:
         if aborted:
             self._sampled(decode)
         elif (left := decode.tokens - decode.sampled) > 0:
-            decode.spans.append((self._weights.version, left))
+            decode.spans.append((self.weights.version, left))
         decode.spans = list(merged_spans(decode.spans))
         decode.aborted = aborted
         decode.ended.set()
@@ -263,3 +238,103 @@ class Replicas(Supervisor):
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
         await asyncio.Event().wait()
+
+
+class OpenTrajectories:
+    """Trajectories in rollout: their number now, and the seconds with any.
+
+    Attributes:
+        turned: set when the first one opens, or the last one ends.
+    """
+
+    def __init__(self) -> None:
+        self.turned = asyncio.Event()
+        self._count = 0
+        self._seconds = self._since = 0.0
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with an open trajectory so far."""
+        return self._seconds + (asyncio.get_running_loop().time() - self._since if self._count else 0.0)
+
+    def change(self, by: int) -> None:
+        """Open `by` trajectories; a negative number ends as many."""
+        self._seconds, self._since = self.seconds, asyncio.get_running_loop().time()
+        if bool(self._count) != bool(self._count + by):
+            self.turned.set()
+        self._count += by
+
+
+class PlannedTrainer(ScriptedTrainer):
+    """A trainer with measured rates.
+
+    Args:
+        rates: those of the trainer, `switch_s` and `shared_speed`.
+        shared_tokens: tokens of a group that are computed once for all its trajectories.
+        gpus: number of GPUs.
+        groups_of: groups of the cluster for each that it gets.
+        replicas: get slower while it trains, if they share its cores.
+        opened: trajectories in rollout; they make it slower then.
+    """
+
+    def __init__(
+        self,
+        rates: Rates,
+        *,
+        shared_tokens: float,
+        gpus: int,
+        groups_of: float,
+        replicas: Sequence[PlannedReplica],
+        opened: OpenTrajectories,
+    ) -> None:
+        self._shared_tokens = shared_tokens
+        self.export_s = rates.export_s
+        self._rates = rates
+        self._token_s = groups_of / (rates.train_tokens_per_s * gpus)
+        self._replicas = replicas
+        self._opened = opened
+
+    async def train(self, batch: TrainingBatch) -> dict[str, float]:
+        repeated = len(batch) - len(np.unique(batch.index[:, 0]))  # trajectories that are not the first of their group
+        tokens = float(batch.lengths.sum()) - repeated * self._shared_tokens
+        await self._train(self._rates.train_s + tokens * self._token_s)
+        await asyncio.sleep(self._rates.switch_s)
+        return {}
+
+    async def _train(self, seconds: float) -> None:
+        """Train for `seconds` at full speed; slower while a trajectory is open, if both share cores."""
+        loop, shared = asyncio.get_running_loop(), self._rates.shared_speed
+        if shared == 1:
+            await asyncio.sleep(seconds)
+            return
+        for replica in self._replicas:
+            replica.share(shared)
+        while seconds > CLOSE:
+            started, speed = loop.time(), shared if self._opened else 1.0
+            self._opened.turned.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds / speed):
+                    await self._opened.turned.wait()
+            seconds -= speed * (loop.time() - started)
+        for replica in self._replicas:
+            replica.share(1.0)
+
+
+class PlannedCheckpoints(Checkpoints):
+    """Checkpoints that stop the trainer, and are not written."""
+
+    def __init__(self, interruptions: Interruptions) -> None:
+        self._interruptions = interruptions
+
+    @property
+    def every(self) -> int:
+        return self._interruptions.checkpoint_every
+
+    async def begin(self, train_step: int, *, trainer: Trainer) -> None:
+        await asyncio.sleep(self._interruptions.checkpoint_s)
+
+    async def finish(self, state: RunState, *, trainer: Trainer, records: Recorder) -> Path:
+        return Path()
