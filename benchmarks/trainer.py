@@ -92,8 +92,9 @@ def with_rows(sequence: TrainingSequence, rows: ExpertArray) -> TrainingSequence
     return replace(sequence, rows=rows[:-1], row_runs=(RowRun(len(rows) - 1, sequence.runs[0].version),))
 
 
-def as_rollouts(batch: TrainingBatch, routing: RoutingSpec) -> TrainingBatch:
+def as_rollouts(batch: TrainingBatch, routing: RoutingSpec | None) -> TrainingBatch:
     """A supervised batch dressed as rollouts: random advantages and routing rows, behaviour logprobs of zero."""
+    assert routing is not None
 
     def routed(sequence: TrainingSequence, _number: int) -> TrainingSequence:
         scores = torch.rand(len(sequence), len(routing.layers), routing.num_experts)
@@ -119,7 +120,6 @@ def with_support(batch: TrainingBatch, *, vocab: int) -> TrainingBatch:
 def random_batch(checkpoint: Path, lengths: Sequence[int], *, prompt: int = 1) -> TrainingBatch:
     """Sequences of random tokens as rollouts, those after the prompt in the loss."""
     info = read_model_info(checkpoint)
-    assert info.routing is not None
     examples = [
         (torch.randint(info.vocab_size, (n,)).numpy().astype(np.int32), np.arange(n) >= prompt) for n in lengths
     ]
@@ -290,17 +290,16 @@ def in_groups(batch: TrainingBatch, of: Sequence[int], common: Sequence[int]) ->
     return replace(made, shared=prefixes_of([made.sequence(number) for number in range(len(made))]))
 
 
-def recorded_batch(checkpoint: Path, rollouts: Path, *, groups: int) -> TrainingBatch:
-    """Tokens of the last groups that a run has recorded, with random rows; ids are taken modulo the vocabulary."""
-    tables = (pq.read_table(path, columns=["group", "token_ids"]) for path in sorted(rollouts.glob("*.parquet"))[-4:])
-    held = [(row["group"], row["token_ids"]) for table in tables for row in table.to_pylist()]
-    held = [each for each in held if each[0] in sorted({group for group, _ in held})[-groups:]]
-    batch, vocab = random_batch(checkpoint, [len(ids) for _, ids in held]), read_model_info(checkpoint).vocab_size
-    batch = with_sequences(batch, lambda s, n: replace(s, token_ids=np.array(held[n][1], np.int32) % vocab))
-    first = [next(i for i, (g, _) in enumerate(held) if g == group) for group, _ in held]
-    pairs = [(ids[:-1], held[of][1]) for (_, ids), of in zip(held, first, strict=True)]
-    common = [[*(x == y for x, y in zip(*pair, strict=False)), False].index(False) for pair in pairs]
-    return in_groups(batch, first, common)
+def recorded_batch(checkpoint: Path, rollouts: Path, *, count: int) -> TrainingBatch:
+    """Tokens of the last rollouts that a run has recorded, with random rows; ids are taken modulo the vocabulary."""
+    info, columns = read_model_info(checkpoint), ["group", "token_ids", "behaviour_logprobs"]
+    rows = pq.read_table(rollouts, columns=columns).to_pylist()[-count:]
+    ids = [np.array(row["token_ids"], np.int32) % info.vocab_size for row in rows]
+    sampled = [np.isfinite(np.array(row["behaviour_logprobs"], np.float64)) for row in rows]
+    first = [next(i for i, other in enumerate(rows) if other["group"] == row["group"]) for row in rows]
+    pairs = [(own[:-1].tolist(), ids[of].tolist()) for own, of in zip(ids, first, strict=True)]
+    common = [[*(a == b for a, b in zip(*pair, strict=False)), False].index(False) for pair in pairs]
+    return in_groups(as_rollouts(supervised_batch([*zip(ids, sampled, strict=True)]), info.routing), first, common)
 
 
 def tree_batches(checkpoint: Path, recorded: Path | None) -> dict[str, TrainingBatch]:
@@ -310,7 +309,7 @@ def tree_batches(checkpoint: Path, recorded: Path | None) -> dict[str, TrainingB
     for name, (each, prompt, reply) in shapes.items():
         drawn = random_batch(checkpoint, [prompt + reply] * each * 2, prompt=max(1, prompt))
         batches[name] = in_groups(drawn, [n - n % each for n in range(len(drawn))], [prompt] * len(drawn))
-    return batches if recorded is None else {**batches, "recorded": recorded_batch(checkpoint, recorded, groups=8)}
+    return batches if recorded is None else {**batches, "recorded": recorded_batch(checkpoint, recorded, count=64)}
 
 
 def tree_peak(checkpoint: Path, sharing: PrefixSharing, batch: TrainingBatch) -> int:
