@@ -55,7 +55,6 @@ TREES = [
     cell("deepseek_v3", "cp2-ep2", "R2", "full", "packed", trees="forks"),
     cell("qwen3_moe", "pp2-vpp2", "R3", "full", "packed", trees="mixed", support=True),
     cell("qwen3_moe", "tp2-ep2-etp1", "R2", "none", "packed", trees="compaction"),
-    cell("gpt_oss", "pp2", "R3", "none", "packed", trees="mixed"),
     cell("qwen3_moe", "tp2-cp2", "R3", "selective", "packed", trees="group"),
     cell("qwen3_moe", "tp2-dp2-ep2-etp1", "R3", "full", "packed", trees="mixed"),
     cell("deepseek_v3", "cp2-pp2", "none", "none", "packed", trees="mixed"),
