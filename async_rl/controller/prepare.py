@@ -64,33 +64,25 @@ def prepare(
     """
     heads = batch.groups
     groups = [head.group for head in heads]
-    whole = [tuple(t for t in head.trajectories if not t.failed) for head in heads]
-    sound = [replace(head, trajectories=kept) for head, kept in zip(heads, whole, strict=True)]
+    sound = [replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed)) for head in heads]
     mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
     rewards = batch_rewards(sound, advantage)
     advantages = rewards.advantages()
+    ages: Any = {"version_updates": version_updates, "min_update": batch.min_update, "mini_batches": mini_batches}
     made = training_batch(
         heads,
         contents,
         advantages=advantages,
         current_update=batch.update,
-        version_updates=version_updates,
-        min_update=batch.min_update,
         retained_kv=retained_kv,
         temperature=temperature,
-        mini_batches=mini_batches,
         rewards=rewards,
+        **ages,
     )
     of_rollout = np.unique(made.index[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
     lengths = _sums(made.num_loss_tokens, of_rollout, int(of_rollout.max()) + 1)
     in_loss = _sums(made.num_loss_tokens, made.trajectory, len(advantages.values))
-    staleness_tokens = staleness_histogram(
-        sound,
-        update=batch.update,
-        version_updates=version_updates,
-        min_update=batch.min_update,
-        mini_batches=mini_batches,
-    )
+    staleness_tokens = staleness_histogram(sound, update=batch.update, **ages)
     return PreparedBatch(
         batch=made,
         gradient_tokens=_sums(made.num_loss_tokens, made.index[:, 0], len(heads)),
