@@ -114,7 +114,14 @@ def test_command_prints_the_rate_of_a_trainer_rank_and_its_share_of_the_peak_if_
         write_run(tmp_path, three_steps(), metrics=metrics, schedule=SCHEDULE, ledger=LEDGER)
         assert main([str(tmp_path)]) == 0
         shown = capsys.readouterr().out
-        assert text in shown and ("TFLOP/s" in shown) == bool(text)
+        assert text in shown and ("TFLOP/s" in shown) == bool(text) and "shared prefixes" not in shown
+
+
+def test_command_prints_the_compression_of_shared_prefixes(tmp_path, capsys):
+    metrics = [*METRICS[:2], {**METRICS[2], "tree/compression": 3.5}]
+    write_run(tmp_path, three_steps(), metrics=metrics, schedule=SCHEDULE, ledger=LEDGER)
+    assert main([str(tmp_path)]) == 0
+    assert "shared prefixes: it computes one of 3.50 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "text"), [("expired", "staleness=wait"), ("rollouts failed", "max_retries=2")])

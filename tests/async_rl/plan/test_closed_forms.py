@@ -69,6 +69,16 @@ def test_synchronous_step_ends_with_the_longest_of_exponential_lengths():
     assert seen.step_s == pytest.approx(0.01 * 1000 * harmonic, rel=CLOSE)
 
 
+def test_a_shared_prompt_is_trained_once_for_its_group():
+    separate, shared = (
+        simulate(
+            describe(bound=3, train_tokens_per_s=100, workload={"prompt_tokens": 200, "prefix_sharing": each}), steps=6
+        ).step_s
+        for each in (False, True)
+    )
+    assert shared / separate == pytest.approx((200 + 4 * 100) / (4 * 300), rel=CLOSE)
+
+
 def test_step_at_the_limit_of_the_trainer_with_the_staleness_of_the_bound():
     for bound in (1, 3):
         seen = simulate(describe(bound=bound, train_s=3.0), steps=6)
