@@ -42,9 +42,6 @@ def check_rows(trajectory):
     assert trajectory.sequences()[-1].routed_experts.tolist() == true_rows(trajectory).tolist()
 
 
-# ---- refused answers
-
-
 @pytest.mark.parametrize("edge", [True, False], ids=["refused at the edge", "refused by the trajectory"])
 @pytest.mark.parametrize("name", FAULTS)
 async def test_refused_answer_keeps_its_good_segments_and_is_retried(name, edge):
@@ -159,9 +156,6 @@ async def test_check_answer_refuses_tokens_after_a_stop_token(at):
         check_answer(spoilt, request())
 
 
-# ---- rows that are asked for
-
-
 async def test_rows_behind_an_unavailable_one_are_not_forced():
     def lose_a_row(_request, answer):
         rows = answer[0].routed_experts
@@ -185,9 +179,6 @@ async def test_decoder_without_routing_forces_nothing():
     engine = scripted(LONG, routing=None, interruptions=[Interruption(after=2)])
     await make_decoder(engine).decode(trajectory, max_new_tokens=4)
     assert [r.forced_experts for r in engine.requests] == [None, None]
-
-
-# ---- stop strings
 
 
 def find(*wanted):

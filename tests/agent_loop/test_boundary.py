@@ -8,7 +8,8 @@ import logging
 import subprocess
 import sys
 import threading
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -132,18 +133,47 @@ async def test_what_a_tool_lets_out_is_a_failed_reply(leak):
     assert asyncio.current_task().cancelling() == 0
 
 
-@leaks
-async def test_what_a_reward_lets_out_is_a_failed_reward(leak):
-    with pytest.raises(RewardError, match="prompt 7"):
-        await score_in_time(FunctionReward(weighted(leak)), PROMPT, completion=COMPLETION, timeout_s=60)
+async def score(reward, *, timeout_s=60):
+    return await score_in_time(reward, PROMPT, completion=COMPLETION, timeout_s=timeout_s)
 
+
+async def in_reward_function(leak):
+    await score(FunctionReward(weighted(leak)))
+
+
+async def in_reward_class(leak):
     class Reward:
         async def score(self, prompt, *, completion):
-            found = leak()
-            return await found
+            return await leak()
 
-    with pytest.raises(RewardError, match="prompt 7"):
-        await score_in_time(Reward(), PROMPT, completion=COMPLETION, timeout_s=60)
+    await score(Reward())
+
+
+async def in_tool_class(leak):
+    class Board:
+        open = as_method(leak)
+
+        def move(self) -> str:
+            """A tool."""
+            return "moved"
+
+    async with open_tools(ToolRunner([], timeout_s=60), [ToolClass(Board)], PROMPT, timeout_s=60):
+        pass
+
+
+PLACES = {
+    in_reward_function: (RewardError, "prompt 7"),
+    in_reward_class: (RewardError, "prompt 7"),
+    in_tool_class: (RolloutError, "open of tool Board in a rollout of prompt 7"),
+}
+
+
+@leaks
+@pytest.mark.parametrize("place", PLACES)
+async def test_what_rewards_and_tool_classes_let_out_fails_the_rollout(leak, place):
+    error, text = PLACES[place]
+    with pytest.raises(error, match=text):
+        await place(leak)
 
 
 @leaks
@@ -152,9 +182,6 @@ async def test_what_an_environment_lets_out_fails_its_rollout_and_it_is_closed(l
     events = []
 
     class Environment:
-        def reset(self):
-            return None
-
         def step(self, text):
             return Step()
 
@@ -174,19 +201,6 @@ async def test_what_an_environment_lets_out_fails_its_rollout_and_it_is_closed(l
     assert events == ["close"]
 
 
-@leaks
-async def test_what_a_tool_class_lets_out_fails_its_rollout(leak):
-    class Board:
-        def move(self) -> str:
-            """A tool."""
-            return "moved"
-
-    Board.open = as_method(leak)
-    with pytest.raises(RolloutError, match="open of tool Board in a rollout of prompt 7"):
-        async with open_tools(ToolRunner([], timeout_s=60), [ToolClass(Board)], PROMPT, timeout_s=60):
-            pass
-
-
 class Loop:
     """An agent loop that does not close its trajectory."""
 
@@ -196,8 +210,7 @@ class Loop:
     async def run(self, prompt, *, trajectory, session, cache_salt):
         trajectory.observe(np.arange(3, dtype=np.int32))
         if self.leak is not None:
-            found = self.leak()
-            await (found or asyncio.sleep(0))
+            await (self.leak() or asyncio.sleep(0))
 
 
 @pytest.mark.parametrize("leak", [None, *[leak for leak in LEAKS if leak.__name__ != "leak"]])
@@ -291,7 +304,8 @@ async def test_environment_that_ignores_its_cancel_is_not_called_any_more():
     release.set()
 
 
-async def test_async_methods_of_an_environment_share_one_task():
+@pytest.mark.parametrize("late", [False, True])
+async def test_async_methods_of_an_environment_share_one_task(late):
     tasks = []
 
     class Environment:
@@ -301,35 +315,20 @@ async def test_async_methods_of_an_environment_share_one_task():
             tasks.append(asyncio.current_task())
 
         async def step(self, text):
-            tasks.append(asyncio.current_task())
+            try:
+                await (asyncio.Event().wait() if late else asyncio.sleep(0))
+            finally:
+                tasks.append(asyncio.current_task())
             return Step()
 
         async def close(self):
             await self.stack.aclose()
             tasks.append(asyncio.current_task())
 
-    async with EnvironmentClass(Environment).opened(PROMPT, timeout_s=60) as environment:
-        await environment.step("x")
-    assert len(tasks) == 3 and len(set(tasks)) == 1
-
-
-async def test_late_step_of_an_environment_is_cancelled_and_closed_in_its_task():
-    tasks = []
-
-    class Environment:
-        async def step(self, text):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                tasks.append(asyncio.current_task())
-
-        async def close(self):
-            tasks.append(asyncio.current_task())
-
-    with pytest.raises(RolloutError, match="took more"):
-        async with EnvironmentClass(Environment).opened(PROMPT, timeout_s=0.05) as environment:
+    with pytest.raises(RolloutError, match=r"0\.05 s \(limits\.tool_timeout_s\)") if late else nullcontext():
+        async with EnvironmentClass(Environment).opened(PROMPT, timeout_s=0.05 if late else 60) as environment:
             await environment.step("x")
-    assert len(tasks) == 2 and len(set(tasks)) == 1
+    assert len(tasks) == 3 and len(set(tasks)) == 1
 
 
 async def test_as_many_blocking_calls_run_at_once_as_there_are():
@@ -346,11 +345,8 @@ async def test_as_many_blocking_calls_run_at_once_as_there_are():
 
     replies = await ToolRunner([FunctionTool(tool)], timeout_s=60).run([ToolCall("tool", {})] * AT_ONCE)
     assert {reply.text for reply in replies} == {"ok"}
-    scores = (
-        score_in_time(FunctionReward(weighted(reward)), PROMPT, completion=COMPLETION, timeout_s=60)
-        for _ in range(AT_ONCE)
-    )
-    assert {score.value for score in await asyncio.gather(*scores)} == {1.0}
+    scores = await asyncio.gather(*(score(FunctionReward(weighted(reward))) for _ in range(AT_ONCE)))
+    assert {found.value for found in scores} == {1.0}
 
 
 async def test_calls_that_hang_disable_no_later_call_and_are_reported_by_name(caplog):
@@ -384,15 +380,13 @@ async def test_function_with_too_many_lost_calls_fails_and_others_go_on(monkeypa
     def fine(completion):
         return 1.0
 
-    async def score(reward, timeout_s=60):
-        return await score_in_time(FunctionReward(weighted(reward)), PROMPT, completion=COMPLETION, timeout_s=timeout_s)
-
+    hung, other = (FunctionReward(weighted(function)) for function in (hangs, fine))
     monkeypatch.setattr(boundary_module, "MAX_LOST", 1)
     with pytest.raises(RewardError, match="no score"):
-        await score(hangs, 0.05)
+        await score(hung, timeout_s=0.05)
     with pytest.raises(RewardError, match=r"1 calls of .*hangs have not returned"):
-        await score(hangs)
-    assert (await score(fine)).value == 1.0
+        await score(hung)
+    assert (await score(other)).value == 1.0
     release.set()
 
 
@@ -420,19 +414,14 @@ async def test_wait_for_a_slot_does_not_count_as_time_of_the_call():
             await asyncio.sleep(2)
         return "ok"
 
-    async def two(completion):
-        async def one():
-            async with slot(slots):
-                await asyncio.sleep(1)
-
-        await asyncio.gather(one(), one())
-        return 1.0
+    async def reward(completion):
+        return float(await tool() == "ok")
 
     replies, *scores = await asyncio.gather(
         ToolRunner([FunctionTool(tool)], timeout_s=3).run([ToolCall("tool", {})] * 20),
-        *(score_in_time(FunctionReward(weighted(two)), PROMPT, completion=COMPLETION, timeout_s=3) for _ in range(9)),
+        *(score(FunctionReward(weighted(reward)), timeout_s=3) for _ in range(9)),
     )
-    assert {reply.text for reply in replies} == {"ok"} and len(scores) == 9
+    assert {reply.text for reply in replies} == {"ok"} and {found.value for found in scores} == {1.0}
 
     async def late():
         async with slot(slots):
@@ -476,12 +465,12 @@ def hangs_in_a_process(completion, hang):
 async def test_process_whose_call_is_late_is_replaced(caplog):
     reward = FunctionReward(weighted(in_processes(hangs_in_a_process)))
 
-    async def score(*, hang, timeout_s):
-        prompt = Prompt(index=7, messages=PROMPT.messages, target={"hang": hang})
+    async def score_of(*, hang, timeout_s):
+        prompt = replace(PROMPT, target={"hang": hang})
         return await score_in_time(reward, prompt, completion=COMPLETION, timeout_s=timeout_s)
 
-    late = [asyncio.create_task(score(hang=True, timeout_s=1)) for _ in range(2)]
-    fine = [asyncio.create_task(score(hang=False, timeout_s=120)) for _ in range(3)]
+    late = [asyncio.create_task(score_of(hang=True, timeout_s=1)) for _ in range(2)]
+    fine = [asyncio.create_task(score_of(hang=False, timeout_s=120)) for _ in range(3)]
     assert [(await task).value for task in fine] == [1.0] * 3
     for task in late:
         with pytest.raises(RewardError, match="no score in 1 s"):

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_loop.chat import MAX_VARIANTS, Chat
-from agent_loop.decoder import SegmentDecoder
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, ToolUse, TurnLimits
-from agent_loop.tools.tool import PauseGate, describe_tool
+from agent_loop.tools.tool import describe_tool
 from async_rl import Task
 from message_queue.errors import ChatTemplateError
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import CHAT_TEMPLATE, END_OF_TURN, TURN_START, build_tokenizer
+from tests.agent_loop.test_decoder import make_decoder
 from tests.helpers import tokenizers_of_families
 from tests.helpers.fakes import FakeEngine, FakeTool, TurnScript
+from tests.helpers.tasks import roll_task
 from tests.helpers.tokenizers_of_families import FAMILIES, Added
 
 TOOLS = [describe_tool(FakeTool())]
@@ -65,25 +65,11 @@ def test_chat_continues_a_conversation_as_the_template_renders_it(question, turn
     assert continued.tolist() == ids(whole).tolist()
 
 
-def test_chat_reply_does_not_depend_on_how_the_turn_was_tokenized():
-    letters = np.asarray([TOKENIZER.convert_tokens_to_ids(c) for c in "user"], np.int32)
-    assert len(ids("user")) == 1
-    chat, sampled = make_chat(), np.append(letters, ids(END_OF_TURN))
-    assert chat.text(sampled) == "user"
-    message = [Message(role="tool", content="1")]
-    assert chat.reply(message, after=sampled).tolist() == chat.reply(message, after=ids(f"user{END_OF_TURN}")).tolist()
-
-
 def test_chat_replies_of_several_tools_share_one_user_turn():
     assert reply_to(make_chat(), "1", "2") == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_chat_reply_may_be_a_user_message():
-    reply = reply_to(make_chat(), "again", role="user")
-    assert reply == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize(("stop_strings", "turn"), [((), "a"), (("15",), "12+3=15")], ids=["cut off", "stop string"])
@@ -108,9 +94,6 @@ def test_chat_stop_tokens_are_end_of_turn_first_and_distinct():
 def test_chat_refuses_stop_texts_that_it_cannot_use(options):
     with pytest.raises(ChatTemplateError, match=r"stop (token|string)"):
         make_chat(**options)
-
-
-# ---- stop strings
 
 
 @pytest.mark.parametrize(
@@ -142,9 +125,6 @@ def test_chat_without_stop_strings_searches_none():
     assert not make_chat().finished(ids("15"))
 
 
-# ---- templates
-
-
 @pytest.mark.parametrize(
     "template",
     [
@@ -164,9 +144,11 @@ def test_chat_refuses_a_template_that_cannot_be_continued(template):
         make_chat(tokenizer)
 
 
-@given(
-    contents=st.lists(texts | st.sampled_from(["", "a\nb", "</tool_response>", "<|im_end|>\n"]), min_size=1, max_size=4)
-)
+BETWEEN = "1\n</tool_response>\n<tool_response>\n2"
+HARD = ["", "a\nb", "</tool_response>", "<|im_end|>\n", BETWEEN, BETWEEN[:-1], BETWEEN[1:]]
+
+
+@given(contents=st.lists(texts | st.sampled_from(HARD), min_size=1, max_size=4))
 def test_chat_finds_the_texts_of_a_reply_in_its_tokens(contents):
     chat = make_chat()
     for after in (END_OF_TURN, "</tool_call>"):
@@ -191,8 +173,9 @@ def test_variants_are_kept_for_equal_requests_and_their_number_is_bounded():
 # ---- the end of a turn
 
 
-def byte_level(template, *, eos, special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), plain=("<tool_call>",)):
-    return tokenizers_of_families.byte_level(Added(special, plain), template, eos=eos)
+def byte_level(template, *, eos):
+    added = Added(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), ("<tool_call>",))
+    return tokenizers_of_families.byte_level(added, template, eos=eos)
 
 
 ENDS = {"glm": ["<|user|>", "<|endoftext|>"], "qwen": ["<|im_end|>"], "llama": ["<|eot_id|>"]}
@@ -242,9 +225,6 @@ def test_a_template_without_an_end_of_turn_is_refused_unless_the_user_names_one(
     assert tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|endoftext|>"]
 
 
-# ---- the search for stop strings
-
-
 @given(
     text=st.text("ab<>é😀\ufffd ", max_size=60),
     stops=st.lists(st.text("ab<é😀", min_size=1, max_size=3), min_size=1, max_size=2),
@@ -273,20 +253,9 @@ async def test_the_search_for_a_stop_string_decodes_each_token_a_few_times(monke
     engine = FakeEngine(lambda _: BYTES.convert_tokens_to_ids("a"), routing=None)
     trajectory = Trajectory(routing=None)
     trajectory.observe(np.asarray([1], np.int32))
-    decoder = SegmentDecoder(
-        engine,
-        sampling=SamplingConfig(),
-        stop_token_ids=chat.stop_token_ids,
-        session="s",
-        cache_salt="",
-        limits=TurnLimits(max_turns=1, max_tokens=5000),
-        find_stop=chat.find_stop,
-    )
+    decoder = make_decoder(engine, find_stop=chat.find_stop)
     await decoder.decode(trajectory, max_new_tokens=count)
     assert len(decoded) > 50 and sum(decoded) < 3 * count
-
-
-# ---- dates
 
 
 DATED = "{{ 'Today: ' + strftime_now('%d %b %Y %H:%M:%S %f') }}" + CHAT_TEMPLATE
@@ -308,25 +277,13 @@ async def test_a_rollout_is_resumed_with_the_prompt_of_another_day(multi_turn):
     tokenizer = byte_level(DATED, eos="<|im_end|>")
     task = Task(prompts=["hi"], rewards=lambda completion: 1.0, tools=[FakeTool()] if multi_turn else [])
 
-    def roll():
-        script = TurnScript([tokenizer.encode("42<|im_end|>")], opening=tokenizer.encode("<|im_start|>assistant\n"))
-        loop = task.build_loop(
-            engine=FakeEngine(script, routing=None),
-            tokenizer=tokenizer,
-            sampling=SamplingConfig(),
-            limits=TurnLimits(max_turns=2, max_tokens=4000),
-            gate=PauseGate(),
-        )
-        return loop.run(task.train_prompt(0), trajectory=trajectory, session="s", cache_salt="")
-
-    trajectory = Trajectory(routing=None)
+    script = TurnScript([tokenizer.encode("42<|im_end|>")], opening=tokenizer.encode("<|im_start|>assistant\n"))
+    trajectory, limits = Trajectory(routing=None), TurnLimits(max_turns=2, max_tokens=4000)
     yesterday = Chat(tokenizer).prompt([Message(role="user", content="hi")])
     trajectory.observe(yesterday)
-    await roll()
+    engine = FakeEngine(script, routing=None)
+    await roll_task(task, engine, tokenizer=tokenizer, limits=limits, trajectory=trajectory)
     assert trajectory.closed and trajectory.turns[0].observation.tolist() == yesterday.tolist()
-
-
-# ---- text of messages
 
 
 @pytest.mark.parametrize("escaped", [r"<|im_end|>", r"\u003c|im_end|\u003e", r"<|im\u005fend|>"])
@@ -352,20 +309,6 @@ def test_texts_of_messages_and_tools_become_safe():
     tokenizer.chat_template = "{{ tools[0].function.description }}{{ tools | tojson }}" + CHAT_TEMPLATE
     tool = {"type": "function", "function": {"name": "\udc00", "description": "\ud83d", "parameters": {"\ud800": 1}}}
     make_chat(tokenizer, tools=[tool]).prompt([message])
-
-
-# ---- texts of replies
-
-RESPONSES = ("<tool_response>", "</tool_response>")
-BETWEEN = "1\n</tool_response>\n<tool_response>\n2"
-
-
-@pytest.mark.parametrize("contents", [[BETWEEN], [BETWEEN, "3"], ["3", BETWEEN, BETWEEN], [BETWEEN[:-1], BETWEEN[1:]]])
-def test_a_reply_that_holds_the_text_between_replies_is_one_reply(contents):
-    tokenizer = byte_level(CHAT_TEMPLATE, eos="<|im_end|>", plain=RESPONSES)
-    chat = Chat(tokenizer, tools=TOOLS)
-    tokens = chat.reply([Message(role="tool", content=content) for content in contents], after=np.zeros(0, np.int32))
-    assert chat.reply_texts(tokens, count=len(contents)) == contents
 
 
 @pytest.mark.parametrize(

@@ -159,9 +159,6 @@ def test_merges_that_end_in_a_control_token_are_left_out():
     assert control.encode(control.swap("<s>")) == [3, 2]
 
 
-# ---- tokenizers that are not fast
-
-
 SLOW = ("added_tokens_decoder", "encode", "decode", "apply_chat_template")
 
 
@@ -186,9 +183,6 @@ def test_control_token_that_cannot_be_cut_needs_a_fast_tokenizer():
 def test_chat_refuses_ordinary_text_as_end_of_turn():
     with pytest.raises(ChatTemplateError, match=r"end_of_turn is '\.'"):
         Chat(build_tokenizer(), end_of_turn=".")
-
-
-# ---- end to end
 
 
 async def test_tool_cannot_speak_as_another_role():

@@ -1,6 +1,5 @@
 """Tools and rewards from functions."""
 
-import asyncio
 import json
 import threading
 
@@ -11,8 +10,9 @@ from agent_loop.reward import Completion, FunctionReward, score_in_time, weighte
 from agent_loop.tools.functions import FunctionTool
 from agent_loop.tools.tool import ToolCall, ToolRunner
 from agent_loop.user_errors import user_line
-from message_queue.errors import RewardError, RolloutError
+from message_queue.errors import RewardError
 from message_queue.tokens import StopReason
+from tests.helpers.fakes import FakeReward
 
 
 def multiply(a: int, b: int = 2) -> int:
@@ -84,29 +84,6 @@ async def test_the_result_of_a_function_tool_is_text_or_json():
     assert (await call(greet, name="b")).text == "hello b"
 
 
-async def test_calls_of_a_turn_run_side_by_side_and_reply_in_order():
-    met = threading.Barrier(2, timeout=5)
-
-    def meet(name: str) -> str:
-        """Waits for the other call."""
-        met.wait()
-        return name
-
-    replies = await ToolRunner([FunctionTool(meet)], timeout_s=10).run(
-        [ToolCall("meet", {"name": "first"}), ToolCall("meet", {"name": "second"})]
-    )
-    assert [reply.text for reply in replies] == ["first", "second"]
-
-
-async def test_a_rollout_error_of_a_function_tool_ends_the_rollout():
-    def broken() -> str:
-        """Fails."""
-        raise RolloutError("out of order")
-
-    with pytest.raises(RolloutError, match="out of order"):
-        await call(broken)
-
-
 def without_docstring(a: int) -> int:
     return a
 
@@ -146,30 +123,6 @@ async def test_weighted_rewards_are_added_and_named():
     assert found == (0.5, {"right": 0.0, "brief": 1.0})
 
 
-async def test_a_reward_function_that_blocks_stops_no_other_rollout():
-    ticked = threading.Event()
-
-    def waits(completion):
-        return ticked.wait(5)
-
-    async def tick():
-        ticked.set()
-
-    found, _ = await asyncio.gather(score(waits, "x"), tick())
-    assert found.value == 1.0
-
-
-async def test_an_error_of_a_reward_function_names_prompt_file_and_line():
-    def wrong(completion):
-        return {}["missing"]
-
-    with pytest.raises(RewardError) as error:
-        await score(wrong, "x")
-    line = wrong.__code__.co_firstlineno + 1
-    assert f"{__file__}:{line} in wrong" in str(error.value)
-    assert "wrong" in str(error.value) and "prompt 7" in str(error.value) and "KeyError" in str(error.value)
-
-
 def test_an_error_inside_a_library_names_the_line_of_the_user():
     with pytest.raises(ValueError) as error:
         json.loads("{")
@@ -177,9 +130,22 @@ def test_an_error_inside_a_library_names_the_line_of_the_user():
     assert user_line(ValueError("never raised")) == ""
 
 
-async def test_a_part_of_a_reward_that_is_not_finite_is_refused():
-    with pytest.raises(RewardError, match="nan"):
-        await score([lambda completion: float("nan")], "x")
+@pytest.mark.parametrize(
+    ("reward", "named"),
+    [
+        (FakeReward(seconds=30), r"limits\.reward_timeout_s"),
+        (FakeReward(value=float("inf")), "inf"),
+        (FunctionReward(weighted([lambda completion: float("nan")])), "nan"),
+    ],
+)
+async def test_a_reward_without_a_finite_score_in_time_is_refused_with_its_prompt(reward, named):
+    with pytest.raises(RewardError, match=f"prompt 7 .*{named}"):
+        await score_in_time(reward, prompt(), completion=completion("x"), timeout_s=0.1)
+
+
+def test_prompt_without_messages_is_refused():
+    with pytest.raises(ValueError, match="prompt 3"):
+        Prompt(index=3, messages=())
 
 
 def test_a_reward_with_an_unknown_parameter_is_refused_with_the_columns():

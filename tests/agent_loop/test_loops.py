@@ -5,8 +5,6 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_loop.chat import Chat
 from agent_loop.control_tokens import ControlTokens
@@ -35,7 +33,6 @@ from tests.helpers.fakes import (
     fake_logprob,
     true_rows,
 )
-from tests.helpers.faults import FAULTS
 
 TOKENIZER = build_tokenizer()
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="6*7="),))
@@ -57,18 +54,21 @@ def make_engine(*turns, **options):
     return FakeEngine(TurnScript([ids(turn) for turn in turns], opening=ids("<|im_start|>assistant\n")), **options)
 
 
-def make_loop(engine, *, tool=None, reward=None, limits=LIMITS, stop_strings=(), tokenizer=TOKENIZER):
-    tool = tool or FakeTool(behave=lambda _: "42")
+def make_loop(engine, *, tool=None, sources=(), reward=None, limits=LIMITS, stop_strings=(), tokenizer=TOKENIZER):
+    """A loop with a tool, by default one that replies 42, or with those of the sources."""
+    tools = [*([tool] if tool else []), *(tool for source in sources for tool in source.tools)]
+    tools = tools or [FakeTool(behave=lambda _: "42")]
     return ToolUseLoop(
         engine=engine,
         chat=Chat(
             tokenizer,
             end_of_turn=END_OF_TURN,
-            tools=[describe_tool(tool)],
+            tools=[describe_tool(tool) for tool in tools],
             stop_tokens=(PAD, TURN_START),
             stop_strings=stop_strings,
         ),
-        tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s),
+        tools=ToolRunner(tools, timeout_s=limits.tool_timeout_s),
+        tool_sources=list(sources),
         reward=reward or FakeReward(),
         limits=limits,
         sampling=SamplingConfig(),
@@ -116,9 +116,6 @@ def sampled_text(trajectory):
     return TOKENIZER.decode(trajectory.token_ids()[loss_mask(trajectory)].tolist())
 
 
-# ---- the conversation
-
-
 async def test_tool_use_loop_shows_replies_and_ends_with_the_answer():
     reward = FakeReward(value=0.5)
     trajectory = await roll(make_engine(turn(CALL), turn(ANSWER)), reward=reward)
@@ -152,8 +149,7 @@ async def test_an_error_of_a_tools_code_is_logged_with_its_line_and_prompt(caplo
     def broken(_arguments):
         return {}["absent"]
 
-    loop = make_loop(make_engine(turn(CALL), turn(ANSWER)), tool=FakeTool(behave=broken))
-    await loop.run(PROMPT, trajectory=Trajectory(routing=SPEC), session="s", cache_salt="v0")
+    await roll(make_engine(turn(CALL), turn(ANSWER)), tool=FakeTool(behave=broken))
     (record,) = caplog.records
     line = broken.__code__.co_firstlineno + 1
     for part in ("prompt 0", "tool", "KeyError: 'absent'", f"{__file__}:{line} in broken"):
@@ -194,8 +190,6 @@ async def test_two_replies_are_seen_by_the_reward_as_the_model_saw_them_also_aft
         assert [message.content for message in seen.messages if message.role == "tool"] == contents
 
 
-# ---- reasoning
-
 THOUGHT = f"I could {CALL.replace('1', '2')}"
 
 
@@ -226,9 +220,6 @@ async def test_a_call_in_reasoning_is_not_made(opens, turns, calls):
     assert resumed.info == whole.info and reward.seen[1].messages == reward.seen[0].messages
     shown = text_of(whole).partition(opening)[0] + opening
     assert len(tool_calls_of(turns[0], before=shown)) == calls
-
-
-# ---- long replies
 
 
 @pytest.mark.parametrize(("most", "calls"), [(None, 1), (None, 3), (10**7, 2)])
@@ -318,37 +309,6 @@ async def test_stop_string_without_a_call_ends_the_trajectory():
     assert (trajectory.stop_reason, sampled_text(trajectory)) == (StopReason.STOP, ANSWER)
 
 
-# ---- interruptions
-
-
-@given(
-    schedule=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 2), st.booleans()), max_size=10),
-    faults=st.lists(st.none() | st.sampled_from(sorted(FAULTS)), max_size=8),
-    max_tokens=st.integers(14, 100) | st.just(224),
-    resume_routing=st.sampled_from(["append", "force"]),
-)
-def test_interruptions_and_bad_answers_leave_the_trajectory_unchanged(schedule, faults, max_tokens, resume_routing):
-    turns = (turn(CALL), turn("<tool_call>{"), turn(CALL + CALL), turn(ANSWER))
-    limits = TurnLimits(max_turns=6, max_tokens=max_tokens, max_refused_answers=8)
-    version, interruptions = 0, []
-    for after, publishes, goes_on in schedule:
-        version += publishes
-        interruptions.append(Interruption(after=after, load=version, goes_on=goes_on))
-    engine = make_engine(*turns, interruptions=interruptions, faults=[name and FAULTS[name] for name in faults])
-    once, again = FakeTool(behave=lambda _: "42"), FakeTool(behave=lambda _: "42")
-
-    plain = asyncio.run(roll(make_engine(*turns), tool=once, limits=limits))
-    broken = asyncio.run(roll(engine, tool=again, limits=limits, resume_routing=resume_routing))
-
-    assert len(plain) <= max_tokens and loss_mask(plain)[-1], "it ends with a sampled token"
-    assert broken.token_ids().tolist() == plain.token_ids().tolist()
-    assert loss_mask(broken).tolist() == loss_mask(plain).tolist()
-    assert broken.stop_reason is plain.stop_reason
-    assert len(again.calls) == len(once.calls)
-    assert broken.info | UNDISTURBED == plain.info
-    assert (np.diff(param_versions(broken)[loss_mask(broken)]) >= 0).all()
-
-
 @pytest.mark.parametrize("in_tool", [True, False])
 async def test_cancelled_rollout_frees_tool_and_engine_and_keeps_complete_turns(in_tool):
     engine, tool = make_engine(turn(CALL), token_s=0.0 if in_tool else 30.0), FakeTool(seconds=30)
@@ -381,19 +341,6 @@ async def test_failed_tool_or_reward_leaves_the_trajectory_open(failing, text, e
     assert (trajectory.closed, trajectory.num_sampled) == (False, len(ids(turn(text))))
 
 
-async def test_tool_use_loop_serves_many_rollouts_at_once():
-    tool = FakeTool(behave=lambda _: "42", seconds=0.001)
-    loop = make_loop(make_engine(turn(CALL), turn(ANSWER)), tool=tool)
-    trajectories = [Trajectory(routing=SPEC) for _ in range(50)]
-    async with asyncio.TaskGroup() as rollouts:
-        for i, trajectory in enumerate(trajectories):
-            rollouts.create_task(loop.run(PROMPT, trajectory=trajectory, session=f"g0-t{i}", cache_salt="v0"))
-    for trajectory in trajectories:
-        check_aligned(trajectory)
-        assert sampled_text(trajectory) == turn(CALL) + turn(ANSWER)
-    assert len(tool.calls) == 50
-
-
 async def test_validator_merges_rows_as_training_does():
     engine = make_engine(turn(ANSWER), interruptions=[Interruption(after=2)])
     loop = make_loop(engine, limits=LIMITS)
@@ -412,9 +359,9 @@ COUNTS = ("turns", "tool_calls")
 SHORT_TURNS = TurnLimits(max_turns=6, max_tokens=224, max_new_tokens_per_turn=30)
 
 
-async def recorded(loop, trajectory, records):
+async def recorded(loop, trajectory, records, *, prompt=PROMPT):
     made = RecordedTrajectory(trajectory, record=lambda *record: records.append(record[:2]))
-    await loop.run(PROMPT, trajectory=made, session="s", cache_salt="v0")
+    await loop.run(prompt, trajectory=made, session="s", cache_salt="v0")
     return made
 
 

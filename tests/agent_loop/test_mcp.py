@@ -1,6 +1,7 @@
 """MCP servers as tools, with real servers over pipes and HTTP: state, errors, death, and no process that remains."""
 
 import asyncio
+import contextlib
 import functools
 import os
 import signal
@@ -12,26 +13,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools import mcp as own
 from agent_loop.tools.functions import open_tools
 from agent_loop.tools.mcp import McpServer
-from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner, describe_tool
+from agent_loop.tools.tool import PauseGate, ToolCall, ToolRunner
 from async_rl import Task
 from message_queue.errors import RolloutError, StateLostError
-from message_queue.trajectory import Trajectory
-from recipes.calculator.tokenizer import END_OF_TURN
-from tests.agent_loop.mcp_servers import CONTROL, HUGE
-from tests.agent_loop.test_loops import TOKENIZER, make_engine, text_of, turn
-from tests.helpers.fakes import SPEC, FakeReward
+from tests.agent_loop.mcp_servers import HUGE
+from tests.agent_loop.test_loops import TOKENIZER
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 SERVERS = str(Path(__file__).with_name("mcp_servers.py"))
 PROMPT = Prompt(index=3, messages=(Message(role="user", content="6*7="),))
-LIMITS = TurnLimits(max_turns=6, max_tokens=400, tool_timeout_s=60.0)
 LIFE = """
 import asyncio, sys
 from agent_loop.tools.mcp import McpServer
@@ -72,21 +68,42 @@ def bare(kind, **options):
     return McpServer(sys.executable, SERVERS, "bare", kind, **options)
 
 
-@pytest.fixture(scope="module")
-def url():
+@contextlib.contextmanager
+def over_http():
+    """A server, and a function that ends it."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number = listening.fileno()
-        server = subprocess.Popen([sys.executable, SERVERS, "http", str(number)], pass_fds=(number,))
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
-        server.kill()
-        server.wait()
+        process = subprocess.Popen([sys.executable, SERVERS, "http", str(number)], pass_fds=(number,))
+
+        def end():
+            process.kill()
+            process.wait()
+            listening.close()
+
+        yield McpServer(url=f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"), end
+        end()
+
+
+@pytest.fixture(scope="module")
+def http_server():
+    with over_http() as (server, _):
+        yield server
+
+
+@pytest.fixture(params=["pipes", "http"])
+def server(request, http_server):
+    return full() if request.param == "pipes" else http_server
+
+
+def opened_tools(server, *, timeout_s=60.0):
+    return open_tools(ToolRunner([], timeout_s=timeout_s), [server], PROMPT, timeout_s=60)
 
 
 async def calls(server, *made, timeout_s=60.0, rollouts=1):
     """Replies to calls of one rollout, one after the other; (text, failed) each."""
 
     async def rollout():
-        async with open_tools(ToolRunner([], timeout_s=timeout_s), [server], PROMPT, timeout_s=60) as tools:
+        async with opened_tools(server, timeout_s=timeout_s) as tools:
             found = [(await tools.run([ToolCall(name, arguments)]))[0] for name, arguments in made]
         return [(reply.text, reply.failed) for reply in found]
 
@@ -104,12 +121,8 @@ def test_tools_of_a_server_are_described_to_the_model():
     assert [tool.name for tool in full(only=("fail",)).tools] == ["fail"]
 
 
-async def test_each_rollout_has_a_state_of_its_own_over_pipes():
-    assert await calls(full(), ADD, ADD, rollouts=2) == [[("2", False), ("4", False)]] * 2
-
-
-async def test_each_rollout_has_a_state_of_its_own_over_http(url):
-    assert await calls(McpServer(url=url), ADD, ADD, rollouts=3) == [[("2", False), ("4", False)]] * 3
+async def test_each_rollout_has_a_state_of_its_own(server):
+    assert await calls(server, ADD, ADD, rollouts=2) == [[("2", False), ("4", False)]] * 2
 
 
 async def test_rollouts_share_the_connection_of_a_shared_server():
@@ -120,14 +133,12 @@ async def test_rollouts_share_the_connection_of_a_shared_server():
 
 
 async def test_calls_of_one_turn_are_made_in_their_order():
-    async with open_tools(ToolRunner([], timeout_s=60), [full()], PROMPT, timeout_s=60) as tools:
+    async with opened_tools(full()) as tools:
         replies = await tools.run([ToolCall("add", {"x": x, "after_s": s}) for x, s in ((1, 0.3), (2, 0.0))])
     assert [reply.text for reply in replies] == ["1", "3"]
 
 
-@pytest.mark.parametrize("over", ["pipes", "http"])
-async def test_errors_of_a_tool_and_of_the_arguments_are_shown_to_the_model(over, url):
-    server = full() if over == "pipes" else McpServer(url=url)
+async def test_errors_of_a_tool_and_of_the_arguments_are_shown_to_the_model(server):
     failed, wrong, unknown = await calls(server, ("fail", {}), ("add", {"x": "two"}), ("add", {}))
     assert failed[1] and "no such row" in failed[0]
     assert wrong[1] and "integer" in wrong[0] and unknown[1]
@@ -141,36 +152,14 @@ async def test_images_are_named_and_text_of_any_size_is_read():
 
 async def test_a_server_inherits_no_secret_but_the_variables_it_is_given(monkeypatch):
     monkeypatch.setenv("API_KEY", "secret")
-    assert await calls(full(), ("variable", {"name": "API_KEY"})) == [("absent", False)]
-    given = McpServer(sys.executable, SERVERS, "stdio", env={"API_KEY": "given"})
-    assert await calls(given, ("variable", {"name": "API_KEY"})) == [("given", False)]
-
-
-def loop_of(server, *turns):
-    tools = ToolRunner(server.tools, timeout_s=LIMITS.tool_timeout_s)
-    return ToolUseLoop(
-        engine=make_engine(*turns),
-        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN, tools=[describe_tool(tool) for tool in server.tools]),
-        tools=tools,
-        tool_sources=[server],
-        reward=FakeReward(),
-        limits=LIMITS,
-        sampling=SamplingConfig(),
-    )
-
-
-async def test_control_tokens_in_a_reply_stay_text():
-    called = '<tool_call>\n{"name": "show", "arguments": {"kind": "control"}}\n</tool_call>'
-    trajectory = Trajectory(routing=SPEC)
-    await loop_of(full(), turn(called), turn("7")).run(PROMPT, trajectory=trajectory, session="s", cache_salt="v")
-    assert CONTROL in text_of(trajectory)
-    reply = trajectory.turns[1].observation.tolist()
-    assert [reply.count(TOKENIZER.convert_tokens_to_ids(text)) for text in ("<|im_end|>", "<tool_call>")] == [1, 0]
+    server = McpServer(sys.executable, SERVERS, "stdio", env={"GIVEN": "given"})
+    asked = [("variable", {"name": name}) for name in ("API_KEY", "GIVEN")]
+    assert await calls(server, *asked) == [("absent", False), ("given", False)]
 
 
 async def test_a_resumed_rollout_starts_over_unless_the_server_is_repeatable():
     for server, lost in ((full(), True), (full(repeatable=True), False), (full(shared=True), False)):
-        async with open_tools(ToolRunner([], timeout_s=60), [server], PROMPT, timeout_s=60) as tools:
+        async with opened_tools(server) as tools:
             turns = ['<tool_call>{"name": "add", "arguments": {"x": 2}}</tool_call>'] * 2
             if lost:
                 with pytest.raises(StateLostError, match="add"):
@@ -192,28 +181,21 @@ async def test_a_dead_server_fails_the_rollout_with_its_last_words_and_not_the_n
 
 async def test_a_shared_server_that_died_is_restarted_for_the_next_call():
     server = full(shared=True)
-    async with open_tools(ToolRunner([], timeout_s=60), [server], PROMPT, timeout_s=60) as tools:
+    async with opened_tools(server) as tools:
         with pytest.raises(RolloutError, match="die"):
             await tools.run([ToolCall("die", {})])
         [reply] = await tools.run([ToolCall("add", {"x": 1})])
         assert (reply.text, reply.failed) == ("1", False)
 
 
-async def test_a_server_that_is_gone_fails_the_rollout_over_http(url):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        number = listening.fileno()
-        with subprocess.Popen(  # noqa: ASYNC220 - a test
-            [sys.executable, SERVERS, "http", str(number)], pass_fds=(number,)
-        ) as process:
-            server = McpServer(url=f"http://127.0.0.1:{listening.getsockname()[1]}/mcp")
-            async with open_tools(ToolRunner([], timeout_s=60), [server], PROMPT, timeout_s=60) as tools:
-                await tools.run([ToolCall("add", {"x": 1})])
-                process.kill()
-                process.wait()
-                listening.close()
-                for _ in range(2):
-                    with pytest.raises(RolloutError, match="mcp server http"):
-                        await tools.run([ToolCall("add", {"x": 1})])
+async def test_a_server_that_is_gone_fails_the_rollout_over_http():
+    with over_http() as (server, end):
+        async with opened_tools(server) as tools:
+            await tools.run([ToolCall("add", {"x": 1})])
+            end()
+            for _ in range(2):
+                with pytest.raises(RolloutError, match="mcp server http"):
+                    await tools.run([ToolCall("add", {"x": 1})])
 
 
 @pytest.mark.parametrize("kind", ["floods", "line without end"])
@@ -227,10 +209,8 @@ async def test_lines_that_are_no_messages_are_passed_over():
     assert not failed and text.isdigit()
 
 
-@pytest.mark.parametrize("over", ["pipes", "http"])
-async def test_a_server_that_hangs_is_a_failed_call_and_ends_with_the_rollout(over, url):
-    server, name = (bare("hangs"), "tool") if over == "pipes" else (McpServer(url=url), "hang")
-    [(text, failed)] = await calls(server, (name, {}), timeout_s=0.5)
+async def test_a_server_that_hangs_is_a_failed_call_and_ends_with_the_rollout(server):
+    [(text, failed)] = await calls(server, ("hang", {}), timeout_s=0.5)
     assert failed and "0.5 s" in text
 
 
@@ -263,9 +243,6 @@ def test_the_group_of_a_server_dies_with_a_worker_that_is_killed():
     worker.communicate()
     while alive(members):
         pass
-
-
-# ---- use in a task
 
 
 def test_a_task_takes_a_server_beside_other_tools():

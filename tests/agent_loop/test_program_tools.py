@@ -27,13 +27,13 @@ async def shown(tool, **arguments):
         ("print(6 * 7)", "42"),
         ("x = 1", "[no output]"),
         ("import sys\nprint('a')\nsys.exit('b')", "a\nb\n[exit code 1]"),
-        ("import time\nprint('a', flush=True)\ntime.sleep(1000)", "a\n[stopped: wall_s is 10]"),
+        ("import time\nprint('a', flush=True)\ntime.sleep(1000)", "a\n[stopped: wall_s is 5]"),
         ("while True: print('y' * 9)", ("y" * 9 + "\n") * 10 + "[stopped: output_bytes is 100]"),
     ],
     ids=["output", "nothing", "exit code", "stopped", "flood"],
 )
 async def test_the_python_tool_shows_output_and_end(code, text):
-    assert await shown(python_tool(limits=SandboxLimits(wall_s=10, output_bytes=100)), code=code) == text
+    assert await shown(python_tool(limits=SandboxLimits(wall_s=5, output_bytes=100)), code=code) == text
 
 
 async def test_the_shell_tool_shows_output_and_calls_share_no_files():

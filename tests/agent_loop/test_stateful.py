@@ -6,18 +6,16 @@ import threading
 
 import pytest
 
-from agent_loop.chat import Chat
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools.functions import ToolClass, open_tools
-from agent_loop.tools.tool import ToolCall, ToolRunner, describe_tool
+from agent_loop.tools.tool import ToolCall, ToolRunner
 from async_rl.rollout.content.writer import ContentWriter
-from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog
+from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import FailureConfig, Rollouter
 from message_queue.errors import RolloutError, StateLostError
 from message_queue.trajectory import Trajectory
-from tests.agent_loop.test_loops import TOKENIZER, ids, make_engine, rebuilt, text_of, turn
+from tests.agent_loop import test_loops
+from tests.agent_loop.test_loops import ids, make_engine, rebuilt, text_of, turn
 from tests.helpers.fakes import SPEC, FakeReward, FakeTool
 from tests.helpers.stored import RUN, admission, read
 
@@ -65,30 +63,21 @@ def fresh(made=Sum, **members):
     return type("Sum", (made,), {"events": [], **members})
 
 
-def make_loop(made, engine, *, reward=None, tool=None):
-    classes, tools = [ToolClass(made)], [tool] if tool else []
-    described = [*tools, *(tool for each in classes for tool in each.tools)]
-    return ToolUseLoop(
-        engine=engine,
-        chat=Chat(TOKENIZER, end_of_turn="<|im_end|>", tools=[describe_tool(tool) for tool in described]),
-        tools=ToolRunner(described, timeout_s=LIMITS.tool_timeout_s),
-        tool_sources=classes,
-        reward=reward or FakeReward(),
-        limits=LIMITS,
-        sampling=SamplingConfig(),
-    )
+def make_loop(made, engine, **options):
+    return test_loops.make_loop(engine, sources=[ToolClass(made)], limits=LIMITS, **options)
 
 
-async def roll(loop, session="s", trajectory=None):
-    trajectory = Trajectory(routing=SPEC) if trajectory is None else trajectory
+async def roll(loop, session="s"):
+    trajectory = Trajectory(routing=SPEC)
     await loop.run(PROMPT, trajectory=trajectory, session=session, cache_salt="v0")
     return trajectory
 
 
-async def recorded(loop, trajectory, records):
-    return await roll(
-        loop, trajectory=RecordedTrajectory(trajectory, record=lambda *record: records.append(record[:2]))
-    )
+recorded = functools.partial(test_loops.recorded, prompt=PROMPT)
+
+
+def replies_in(trajectory):
+    return [text.partition("\n</tool_response>")[0] for text in text_of(trajectory).split("<tool_response>\n")[1:]]
 
 
 @pytest.mark.parametrize("made", [Sum, OpenSum])
@@ -96,8 +85,7 @@ async def test_each_rollout_has_an_object_of_its_own(made):
     made = fresh(made)
     loop = make_loop(made, make_engine(*TURNS))
     for found in await asyncio.gather(*(roll(loop, f"s{number}") for number in range(3))):
-        replies = [text.partition("\n</tool_response>")[0] for text in text_of(found).split("<tool_response>\n")[1:]]
-        assert replies == ["11", "13", "17"] and found.info["tool_errors"] == 0
+        assert replies_in(found) == ["11", "13", "17"] and found.info["tool_errors"] == 0
     assert made.events.count("close 17") == 3
 
 
@@ -203,7 +191,7 @@ async def test_other_tools_are_not_called_when_a_state_is_rebuilt():
     held, again = rebuilt(records[: last + 1]), FakeTool(behave=lambda _: "42")
     held.unsure_call = "add, tool"
     found = await recorded(make_loop(fresh(repeatable=True), make_engine(*turns), tool=again), held, [])
-    replies = [text.partition("\n</tool_response>")[0] for text in text_of(found).split("<tool_response>\n")[1:]]
+    replies = replies_in(found)
     assert not again.calls and replies[:3] == ["42", "11", "13"] and "interrupted" in replies[3]
 
 

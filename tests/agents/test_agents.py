@@ -12,10 +12,9 @@ from agent_loop.loop import TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.program import command
-from message_queue.trajectory import Trajectory
-from tests.agent_loop.endpoint.test_programs import ASK, PROMPT, make_loop
-from tests.agent_loop.test_session import Answers, check_exact
-from tests.helpers.fakes import SPEC, FakeEngine
+from tests.agent_loop.endpoint.test_programs import ASK, roll
+from tests.agent_loop.test_session import Answers
+from tests.helpers.fakes import FakeEngine
 
 HERE = Path(__file__).parent
 PYTHON = Path(os.environ.get("AGENTS_PYTHON", HERE.parent.parent / ".venv-agents/bin/python")).absolute()
@@ -46,19 +45,20 @@ def program_id(value):
     return "-".join(value).removeprefix("with_").replace(".py", "") if isinstance(value, tuple) else ""
 
 
+async def turns_of_paths(program, answers):
+    """Turns of each path of a rollout that is right, and trained exactly."""
+    sessions = Sessions(EndpointConfig())
+    try:
+        trajectory = await roll(program, sessions, engine=FakeEngine(Answers(**answers)), limits=LIMITS)
+    finally:
+        await sessions.close()
+    assert trajectory.reward == 1.0
+    return [len(path.turns) for path in trajectory.paths]
+
+
 @pytest.mark.parametrize(("program", "answers", "paths"), PROGRAMS, ids=program_id)
 async def test_agent_of_a_package_is_trained_exactly(program, answers, paths, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    sessions, engine = Sessions(EndpointConfig()), FakeEngine(Answers(**answers))
-    trajectory = Trajectory(routing=SPEC)
     script, *arguments = program
-    agent = command(str(PYTHON), str(HERE / script), *arguments)
-    loop = make_loop(agent, sessions, engine, limits=LIMITS)
-    try:
-        await loop.run(PROMPT, trajectory=trajectory, session="g0-t0", cache_salt="v0")
-    finally:
-        await sessions.close()
-    assert trajectory.reward == 1.0
-    assert [len(path.turns) for path in trajectory.paths] == paths
-    check_exact(trajectory, engine)
+    assert await turns_of_paths(command(str(PYTHON), str(HERE / script), *arguments), answers) == paths

@@ -10,7 +10,6 @@ import pytest
 import async_rl
 
 PACKAGES = ("message_queue", "agent_loop", "async_rl")
-IMPORTS = "import sys, {package}; heavy = {heavy} & set(sys.modules); assert not heavy, heavy"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -32,12 +31,17 @@ def test_a_name_that_async_rl_does_not_export_is_an_attribute_error():
         _ = async_rl.Trainer
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_importing_a_package_imports_neither_torch_nor_ray(package):
-    heavy = {"torch", "ray", "megatron", "vllm", "hydra", "pydantic", "transformers"}
-    subprocess.run([sys.executable, "-c", IMPORTS.format(package=package, heavy=heavy)], check=True)
+HEAVY = {"torch", "ray", "megatron", "vllm", "hydra", "pydantic", "transformers"}
 
 
-def test_a_run_without_a_program_imports_no_server():
-    script = IMPORTS.format(package="async_rl.rollout.worker", heavy={"starlette", "uvicorn", "h11"})
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        *((package, HEAVY) for package in PACKAGES),
+        ("async_rl.plan.simulation", {"torch", "ray", "vllm", "hydra"}),
+        ("async_rl.rollout.worker", {"starlette", "uvicorn", "h11"}),  # of a run without a program
+    ],
+)
+def test_a_module_imports_nothing_heavy_that_it_does_not_use(module, heavy):
+    script = f"import sys, {module}; heavy = {heavy} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", script], check=True)

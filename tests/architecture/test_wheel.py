@@ -39,14 +39,8 @@ def test_the_wheel_has_three_packages_and_no_other_module(installed):
 def test_an_installed_run_finds_its_configs_and_recipes(installed, tmp_path):
     (tmp_path / "recipes").mkdir()  # a folder of the user
     (tmp_path / "recipes" / "__init__.py").touch()
-    found = subprocess.run(
-        [sys.executable, "-c", START],
-        cwd=tmp_path,
-        env=environment_of(installed),
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stderr
+    command = [sys.executable, "-c", START]
+    found = subprocess.check_output(command, cwd=tmp_path, env=environment_of(installed), text=True)
     config = str(installed / "async_rl" / "config.py")
     modules = ["async_rl.recipes.calculator.task", "async_rl.recipes.math.sample_task"]
-    assert found.stdout.split() == [config, modules[0], config, modules[1]]
+    assert found.split() == [config, modules[0], config, modules[1]]

@@ -7,10 +7,10 @@ import pytest
 
 from async_rl.config import load_config, plain_values
 from async_rl.evaluate import main
-from async_rl.metrics.validation import ValidationResult
 from async_rl.run import EXIT_FAILED, EXIT_REFUSED
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.tokenizer import build_tokenizer
+from tests.async_rl.metrics.test_observe import validated
 
 
 @pytest.fixture
@@ -32,22 +32,33 @@ def run(tmp_path, model):
     return directory
 
 
-def refused(capsys, *arguments):
-    """The lines of the error."""
-    assert main([str(argument) for argument in arguments]) == EXIT_REFUSED
-    return capsys.readouterr().err.splitlines()
-
-
-def test_evaluate_refuses_a_folder_without_a_model(capsys, tmp_path):
-    (line,) = refused(capsys, tmp_path)
-    assert line.startswith(f"error: {tmp_path} has no config.json")
-
-
-def test_evaluate_of_a_model_needs_a_task(capsys, model):
-    (line,) = refused(capsys, model)
-    assert "no task is given" in line and "--task FILE.py" in line
-    (line,) = refused(capsys, model, "task=calculator", "validation.prompts=0")
-    assert "validation.prompts is 0" in line
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("{folder}", [["{folder} has no config.json"]]),
+        ("{model}", [["no task is given", "--task FILE.py"]]),
+        ("{model} task=calculator validation.prompts=0", [["validation.prompts is 0"]]),
+        ("{model} --step 2", [["--step"]]),
+        ("{run} --task mine.py", [["--task"]]),
+        ("{run} --step 4", [["step 4", "steps 2"]]),
+        ("{run} --out {model}", [["--out"]]),
+        ("{run} validation.sampling.temperature=-1", [["sampling.temperature is -1"]]),
+        (
+            "{run} validation.prompts=0 engine.tensor_parallel=8 task.options.modulus=3",
+            [["task.options"], ["validation.prompts is 0"], ["heads"]],
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_with_a_line_for_each_problem(
+    arguments, named, capsys, model, run, tmp_path
+):
+    places = {"folder": tmp_path, "model": model, "run": run}
+    assert main(arguments.format(**places).split()) == EXIT_REFUSED
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(named), lines
+    for line, parts in zip(lines, named, strict=True):
+        assert line.startswith("error: ") and all(part.format(**places) in line for part in parts), line
+    assert not list(run.glob("evaluation-*"))
 
 
 @pytest.mark.parametrize("failed", [True, False])
@@ -55,17 +66,7 @@ def test_evaluate_fails_if_all_rollouts_do_and_writes_json_that_others_read(
     failed, capsys, model, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    rollouts = [] if failed else [1.0]
-    result = ValidationResult(
-        success_rate=1.0 if rollouts else math.nan,
-        prompts=1,
-        failed=int(failed),
-        cut_off=0,
-        mean_tokens=math.nan,
-        min_version=-1,
-        max_version=-1,
-        first_error="no reward",
-    )
+    result = validated(math.nan, failed=8, first_error="no reward") if failed else validated(1.0)
 
     async def run(evaluation, out):
         evaluation._write(result, out)
@@ -79,24 +80,3 @@ def test_evaluate_fails_if_all_rollouts_do_and_writes_json_that_others_read(
         text = (tmp_path / "results" / f"evaluation-{number}" / "result.json").read_text()
         assert json.loads(text, parse_constant=pytest.fail)["model"] == str(model)
     assert not list(model.glob("evaluation-*"))
-
-
-def test_evaluate_refuses_options_that_do_not_apply(capsys, model, run):
-    (line,) = refused(capsys, run, "--task", "mine.py")
-    assert "--task" in line
-    (line,) = refused(capsys, model, "--step", "2")
-    assert "--step" in line
-    (line,) = refused(capsys, run, "--step", "4")
-    assert "step 4" in line and "steps 2" in line
-    (line,) = refused(capsys, run, "--out", model)
-    assert "--out" in line
-
-
-def test_evaluate_refuses_all_that_cannot_work_together(capsys, run):
-    lines = refused(capsys, run, "validation.prompts=0", "engine.tensor_parallel=8", "task.options.modulus=3")
-    assert len(lines) == 3, lines
-    for line, named in zip(lines, ("task.options", "validation.prompts is 0", "heads"), strict=True):
-        assert named in line
-    (line,) = refused(capsys, run, "validation.sampling.temperature=-1")
-    assert "sampling.temperature is -1" in line
-    assert not list(run.glob("evaluation-*"))

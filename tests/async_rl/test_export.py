@@ -36,22 +36,16 @@ def test_export_refuses_a_folder_that_is_no_run_directory(capsys, tmp_path, run)
     assert "config.yaml" in refused(capsys, run)
 
 
-def test_export_refuses_a_step_without_a_whole_checkpoint(capsys, run):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_export_refuses_a_step_without_a_whole_checkpoint_and_an_output_that_exists(capsys, run):
+    from tests.helpers.tiny_models import qwen3_dense_config
+
     assert "--step" in refused(capsys, run, "--step", 4)
-    (run / "checkpoints" / "step-000002" / "run.json").unlink()
-    assert str(run / "checkpoints") in refused(capsys, run)
-
-
-def test_export_refuses_an_output_that_exists(capsys, run):
+    qwen3_dense_config(num_hidden_layers=1).save_pretrained(run / "model")
+    assert "trainer.json" in refused(capsys, run), "it is damaged"
+    assert not (run / "export").exists()
     (run / "export" / "step-000002").mkdir(parents=True)
     assert "--out" in refused(capsys, run)
     assert "--out" in refused(capsys, run, "--out", run / "model")
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_export_refuses_a_checkpoint_that_is_damaged(capsys, run):
-    from tests.helpers.tiny_models import qwen3_dense_config
-
-    qwen3_dense_config(num_hidden_layers=1).save_pretrained(run / "model")
-    assert "trainer.json" in refused(capsys, run)
-    assert not (run / "export").exists()
+    (run / "checkpoints" / "step-000002" / "run.json").unlink()
+    assert str(run / "checkpoints") in refused(capsys, run)

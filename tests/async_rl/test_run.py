@@ -29,13 +29,8 @@ def exact(completion, answer):
     return completion.text == answer
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
-HELD_OUT = [{"prompt": "9+1=", "answer": "10"}]
 task = Task(prompts=ROWS, rewards=exact, validation=0.25, end_of_turn="<|im_end|>")
 no_held_out = Task(prompts=ROWS, rewards=exact, end_of_turn="<|im_end|>")
-bad_row = Task(prompts=[*ROWS, {"prompt": "2+2="}], rewards=exact, validation=HELD_OUT, end_of_turn="<|im_end|>")
-
-def of(rows=1, seed=0):
-    return Task(prompts=ROWS * rows, rewards=exact, validation=HELD_OUT)
 
 def of_text(text):
     return Task(prompts=[text + 1], rewards=exact)
@@ -46,7 +41,21 @@ class Half(Task):
 
     def train_prompt(self, index):
         return index
+
+from agent_loop import math_answer
+
+def tool(*numbers: int):
+    "Adds."
 """
+PROMPT = '{"messages": [{"role": "user", "content": "1="}], '
+FILES = {  # in the working directory
+    "mine.py": TASKS,
+    "broken.py": "x = 1\nx = 1 / 0\n",
+    "object.json": "{}",
+    "rows.parquet": "PAR1\xff\xfe",
+    "no_target.jsonl": f'{PROMPT}"target": {{"answer": "1"}}}}\n{PROMPT}"answer": "2"}}\n',
+    "number.jsonl": f'{PROMPT}"target": {{"answer": "1"}}}}\n{PROMPT}"target": {{"answer": 2}}}}\n',
+}
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +82,14 @@ def without(*names):
     return change
 
 
-def with_tensors(change):
-    def write(folder):
-        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-
-    return write
-
-
 def as_olmoe(folder):
     with_config(model_type="olmoe", norm_topk_prob=False, rms_norm_eps=1e-5, mlp_only_layers=[])(folder)
+
+
+def with_a_prediction_layer(folder):
+    found = load_file(folder / "model.safetensors")
+    found["model.layers.4.eh_proj"] = found["model.norm.weight"].clone()
+    save_file(found, folder / "model.safetensors")
 
 
 def without_scales(folder):
@@ -106,183 +114,153 @@ def with_index(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
 
 
-HEAD = """
-from agent_loop import math_answer
-from async_rl import Task
-
-def exact(completion, answer):
-    return completion.text == answer
-
-def tool(*numbers: int):
-    "Adds."
-
-ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
-"""
 BAD_CALLS = [  # arguments of Task, parts of the line
-    ("prompts=ROWS, rewards=exact, template='{prompt'", ["template is '{prompt'"]),
-    ("prompts=ROWS, rewards=exact, template='{prompt.x}'", ["template is '{prompt.x}'", "prompt, answer"]),
-    ("prompts=ROWS, rewards=exact, template='{}'", ["template is '{}'", "{name}"]),
-    ("prompts=ROWS, rewards=None", ["rewards is None", "give a function"]),
-    ("prompts=ROWS, rewards='exact'", ["rewards is 'exact'", "give a function"]),
-    ("prompts=ROWS, rewards=math_answer", ["reward math_answer", "call it"]),
-    ("prompts=ROWS, rewards=exact, tools=tool", ["tools is", "give a list"]),
-    ("prompts=ROWS, rewards=exact, tools=['tool']", ["tool 'tool'", "function"]),
-    ("prompts=ROWS, rewards=exact, tools=[tool]", ["tool tool", "*numbers"]),
-    ("prompts=lambda: ROWS, rewards=exact", ["prompts", "returns a list"]),
-    ("prompts='object.json', rewards=exact", ["object.json", "list of rows"]),
-    ("prompts=ROWS, rewards=exact, max_prompt_tokens='7'", ["max_prompt_tokens is '7'"]),
-    ("prompts=ROWS, rewards=exact, system=7", ["system is 7"]),
-    ("prompts=exit(3), rewards=exact", ["SystemExit: 3", "bad_call.py:13"]),
+    ("prompts=ROWS, rewards=exact, template='{prompt'", "template is '{prompt'"),
+    ("prompts=ROWS, rewards=exact, template='{prompt.x}'", "template is '{prompt.x}'", "prompt, answer"),
+    ("prompts=ROWS, rewards=exact, template='{}'", "template is '{}'", "{name}"),
+    ("prompts=ROWS, rewards=None", "rewards is None", "give a function"),
+    ("prompts=ROWS, rewards='exact'", "rewards is 'exact'", "give a function"),
+    ("prompts=ROWS, rewards=math_answer", "reward math_answer", "call it"),
+    ("prompts=ROWS, rewards=exact, tools=tool", "tools is", "give a list"),
+    ("prompts=ROWS, rewards=exact, tools=['tool']", "tool 'tool'", "function"),
+    ("prompts=ROWS, rewards=exact, tools=[tool]", "tool tool", "*numbers"),
+    ("prompts=lambda: ROWS, rewards=exact", "prompts", "returns a list"),
+    ("prompts='object.json', rewards=exact", "object.json", "list of rows"),
+    ("prompts=ROWS, rewards=exact, max_prompt_tokens='7'", "max_prompt_tokens is '7'"),
+    ("prompts=ROWS, rewards=exact, system=7", "system is 7"),
+    ("prompts=exit(3), rewards=exact", "SystemExit: 3", "bad_call.py:26"),
 ]
-OWN = ["--task", "mine.py", "validation.prompts=1"]
-BAD_OVERRIDES = [
-    (["name={a"], ["'name={a'", "quote"]),
-    (["nonsense"], ["nonsense", "key=value"]),
-    (["wish=1"], ["wish", "known here: name"]),
-    (["trainer.thread=2"], ["trainer.thread ", "trainer.threads"]),
-    (["max_staleness=2"], ["max_staleness ", "staleness.max_staleness"]),
-    (["engine=vlm"], ["engine is 'vlm'", "engine=vllm"]),
-    (["seed=0,1"], ["seed=0,1", "for value in 0 1; do", "seed=$value"]),
-    (["rollout.workers=few"], ["rollout.workers is 'few'", "integer"]),
-    (["--config-dir", "nowhere"], ["nowhere"]),
-    (["--config-name", "absent"], ["absent"]),
-    (
-        ["--recipe", "absent"],
-        ["--recipe", "absent", "agents, calculator, first_model, long_tail, math, openenv, reasoning_gym"],
-    ),
-    (["resume=/nowhere"], ["resume is /nowhere", "auto"]),
-    (["schedule=/nowhere"], ["schedule is /nowhere", "schedule.jsonl"]),
-    (["output_dir=mine.py/run"], ["output_dir", "mine.py/run", "another"]),
-    (["rollout.limits.max_tokens=100000"], ["max_tokens is 100000", "engine.max_model_len=256"]),
-    (["rollout.limits.max_new_tokens_per_turn=224"], ["max_new_tokens_per_turn is 224", "max_tokens=224"]),
-    (["engine=sglang", "engine.python=/nowhere", "task.options.dense_first_layer=false"], ["/nowhere", "make setup"]),
-    (["engine=sglang", "engine.python=/bin/true"], ["mlp_only_layers=[0]", "engine=vllm"]),
-    (["engine.max_model_len=2048"], ["engine.max_model_len is 2048", "1024", "lower it"]),
-    (["engine.kv_cache_bytes=1000"], ["engine.kv_cache_bytes is 1000", "engine.max_model_len=256"]),
-    (["trainer.ranks=5", "trainer.parallel.pipeline=5"], ["pipeline x virtual_pipeline is 5", "4 layers"]),
+OWN = "--task mine.py validation.prompts=1"
+BAD_OVERRIDES = [  # arguments, parts of the line
+    ("name={a", "'name={a'", "quote"),
+    ("nonsense", "nonsense", "key=value"),
+    ("wish=1", "wish", "known here: name"),
+    ("trainer.thread=2", "trainer.thread ", "trainer.threads"),
+    ("max_staleness=2", "max_staleness ", "staleness.max_staleness"),
+    ("engine=vlm", "engine is 'vlm'", "engine=vllm"),
+    ("seed=0,1", "seed=0,1", "for value in 0 1; do", "seed=$value"),
+    ("rollout.workers=few", "rollout.workers is 'few'", "integer"),
+    ("--config-dir nowhere", "nowhere"),
+    ("--config-name absent", "absent"),
+    ("--recipe absent", "--recipe", "absent", "agents, calculator, first_model, long_tail, math, openenv"),
+    ("resume=/nowhere", "resume is /nowhere", "auto"),
+    ("schedule=/nowhere", "schedule is /nowhere", "schedule.jsonl"),
+    ("output_dir=mine.py/run", "output_dir", "mine.py/run", "another"),
+    ("rollout.limits.max_tokens=100000", "max_tokens is 100000", "engine.max_model_len=256"),
+    ("rollout.limits.max_new_tokens_per_turn=224", "max_new_tokens_per_turn is 224", "max_tokens=224"),
+    ("engine=sglang engine.python=/nowhere task.options.dense_first_layer=false", "/nowhere", "make setup"),
+    ("engine=sglang engine.python=/bin/true", "mlp_only_layers=[0]", "engine=vllm"),
+    ("engine.max_model_len=2048", "engine.max_model_len is 2048", "1024", "lower it"),
+    ("engine.kv_cache_bytes=1000", "engine.kv_cache_bytes is 1000", "engine.max_model_len=256"),
+    ("trainer.ranks=5 trainer.parallel.pipeline=5", "pipeline x virtual_pipeline is 5", "4 layers"),
 ]
 BAD_TASKS = [
-    (["task.prompt_file=/nowhere/prompts.jsonl"], ["task.prompt_file is /nowhere/prompts.jsonl", "No such file"]),
-    (["task.prompt_file=rows.parquet"], ["task.prompt_file is", "rows.parquet", "Task(prompts="]),
-    (["task.options.min_operand=-5"], ["task.options.min_operand is -5"]),
-    (["task.options.max_operand=hello"], ["task.options.max_operand is 'hello'"]),
-    (["task.options.wish=1"], ["task.options.wish", "max_operand"]),
-    (["task.factory=nowhere:Task"], ["task.factory is 'nowhere:Task'", "nowhere"]),
-    (["--task", "absent.py"], ["absent.py"]),
-    (["--task", "broken.py"], ["broken.py:2", "ZeroDivisionError"]),
-    (["--task", "mine.py:absent"], ["mine.py", "absent", "of_text"]),
-    (
-        ["--task", "mine.py:of", "task.options.row=2"],
-        ["task.options.row is 2", "task.options.rows", "options are rows"],
-    ),
-    (["--task", "mine.py:of_text"], ["task.options.text is missing"]),
-    (["--task", "mine.py:of_text", "task.options.text=a"], ["TypeError", "mine.py:17 in of_text"]),
-    ([*OWN, "task.options.rows=2"], ["task.options is {'rows': 2}", "mine.py:task", "function"]),
-    (["--task", "mine.py:Half"], ["Half does not define build_loop", "Task.__init__"]),
-    (["--task", "mine.py:bad_row"], ["reward exact", "answer"]),
+    ("task.prompt_file=/nowhere/prompts.jsonl", "task.prompt_file is /nowhere/prompts.jsonl", "No such file"),
+    ("task.prompt_file=rows.parquet", "task.prompt_file is", "rows.parquet", "Task(prompts="),
+    ("task.prompt_file=no_target.jsonl", "task.prompt_file", "line 2", "answer"),
+    ("task.prompt_file=number.jsonl", "task.prompt_file", "line 2", "target.answer"),
+    ("task.options.min_operand=-5", "task.options.min_operand is -5"),
+    ("task.options.max_operand=hello", "task.options.max_operand is 'hello'"),
+    ("task.options.wish=1", "task.options.wish", "max_operand"),
+    ("task.factory=nowhere:Task", "task.factory is 'nowhere:Task'", "nowhere"),
+    ("--task broken.py", "broken.py:2", "ZeroDivisionError"),
+    ("--task mine.py:of_text", "task.options.text is missing"),
+    (f"{OWN} task.options.rows=2", "task.options is {'rows': 2}", "mine.py:task", "function"),
+    ("--task mine.py:Half", "Half does not define build_loop", "Task.__init__"),
 ]
-BAD_MODELS = [
-    (with_config(model_type="gpt2"), [], ["model_type 'gpt2'", "qwen3_moe"]),
-    (with_config(use_sliding_window=True), [], ["use_sliding_window=True", "whole sequence"]),
-    (with_config(quantization_config={"quant_method": "awq"}), [], ["quantization_config='awq'", "bfloat16"]),
-    (
-        with_config(quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
-        [],
-        ["weight_block_size=None", "bfloat16"],
-    ),
-    (without_scales, [], ["proj.weight is F8_E4M3", "without scales"]),
-    (without("config.json"), [], ["config.json", "give a Hugging Face checkpoint folder"]),
-    (without("tokenizer.json", "tokenizer_config.json"), [], ["has no tokenizer", "tokenizer.json"]),
-    (without_template, [], ["no chat template", "chat_template.jinja"]),
-    (with_config(vocab_size=100), [], ["ids up to 116", "vocab_size=100"]),
-    (without("model.safetensors"), [], ["no *.safetensors file", "save_pretrained"]),
-    (with_index, [], ["lacks model-1.safetensors", "copy"]),
-    (cut_short, [], ["model.safetensors cannot be read", "copy it again"]),
-    (with_config(num_hidden_layers=5), [], ["model.layers.4", "copy"]),
-    (
-        with_tensors(lambda found: {**found, "model.layers.4.eh_proj": found["model.norm.weight"].clone()}),
-        [],
-        ["layers.4.eh_proj"],
-    ),
-    (None, ["trainer.ranks=8", "trainer.parallel.tensor=8"], ["trainer.parallel.tensor is 8", "4 attention heads"]),
-    (None, ["trainer.ranks=3", "trainer.parallel.expert=3"], ["trainer.parallel.expert is 3", "8 experts"]),
-    (None, ["engine.tensor_parallel=8"], ["engine.tensor_parallel is 8", "4 attention heads"]),
-    (as_olmoe, ["engine=sglang", "engine.python=/bin/true"], ["'sglang', which does not run olmoe", "engine=vllm"]),
-    (with_config(model_type="qwen3"), [], ["trainer.router_replay is R3", "dense", "router_replay=none"]),
+BAD_MODELS = [  # change of the model, arguments, parts of the line
+    (with_config(model_type="gpt2"), "", "model_type 'gpt2'", "qwen3_moe"),
+    (with_config(use_sliding_window=True), "", "use_sliding_window=True", "whole sequence"),
+    (with_config(quantization_config={"quant_method": "awq"}), "", "quantization_config='awq'", "bfloat16"),
+    (with_config(quantization_config={"quant_method": "fp8"}), "", "weight_block_size=None", "bfloat16"),
+    (without_scales, "", "proj.weight is F8_E4M3", "without scales"),
+    (without("config.json"), "", "config.json", "give a Hugging Face checkpoint folder"),
+    (without("tokenizer.json", "tokenizer_config.json"), "", "has no tokenizer", "tokenizer.json"),
+    (without_template, "", "no chat template", "chat_template.jinja"),
+    (with_config(vocab_size=100), "", "ids up to 116", "vocab_size=100"),
+    (without("model.safetensors"), "", "no *.safetensors file", "save_pretrained"),
+    (with_index, "", "lacks model-1.safetensors", "copy"),
+    (cut_short, "", "model.safetensors cannot be read", "copy it again"),
+    (with_config(num_hidden_layers=5), "", "model.layers.4", "copy"),
+    (with_a_prediction_layer, "", "layers.4.eh_proj"),
+    (None, "trainer.ranks=8 trainer.parallel.tensor=8", "trainer.parallel.tensor is 8", "4 attention heads"),
+    (None, "trainer.ranks=3 trainer.parallel.expert=3", "trainer.parallel.expert is 3", "8 experts"),
+    (as_olmoe, "engine=sglang engine.python=/bin/true", "'sglang', which does not run olmoe", "engine=vllm"),
 ]
 
 
-def refused(arguments, folder, monkeypatch, capsys):
-    """The error lines of a run that is refused before any process starts."""
-    (folder / "mine.py").write_text(TASKS)
-    (folder / "broken.py").write_text("x = 1\nx = 1 / 0\n")
-    (folder / "rows.parquet").write_bytes(b"PAR1\xff\xfe")
-    monkeypatch.chdir(folder)
-    assert main([*(() if "output_dir" in " ".join(arguments) else ["output_dir=run"]), *arguments]) == EXIT_REFUSED
-    assert not ray.is_initialized() and not (folder / "run").exists()
-    shown = capsys.readouterr()
-    lines = shown.err.splitlines()
-    assert not shown.out and all(line.startswith("error: ") for line in lines), shown
-    return lines
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The working directory."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="latin-1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.mark.parametrize(("arguments", "parts"), BAD_OVERRIDES + BAD_TASKS, ids=lambda value: " ".join(value)[:60])
-def test_bad_input_is_refused_with_one_line_and_no_process(arguments, parts, model, capsys, tmp_path, monkeypatch):
-    given = [*arguments, *([f"model.checkpoint={model}"] if "--task" in arguments else [])]
-    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+@pytest.fixture
+def refused(place, capsys):
+    """Gives the error lines of a run that is refused before any process starts."""
+
+    def run(arguments):
+        in_run = [] if "output_dir" in arguments else ["output_dir=run"]
+        assert main([*in_run, *arguments.split()]) == EXIT_REFUSED
+        assert not ray.is_initialized() and not (place / "run").exists()
+        shown = capsys.readouterr()
+        lines = shown.err.splitlines()
+        assert not shown.out and all(line.startswith("error: ") for line in lines), shown
+        return lines
+
+    return run
+
+
+@pytest.mark.parametrize("case", BAD_OVERRIDES + BAD_TASKS, ids=lambda case: case[0][:60])
+def test_bad_input_is_refused_with_one_line_and_no_process(case, model, refused):
+    given, *parts = case
+    (line,) = refused(f"{given} model.checkpoint={model}" if "--task" in given else given)
     assert [part for part in parts if part not in line] == [], line
 
 
-@pytest.mark.parametrize(("call", "parts"), BAD_CALLS, ids=[case[0] for case in BAD_CALLS])
-def test_a_bad_task_is_refused_with_one_line_and_no_process(call, parts, model, capsys, tmp_path, monkeypatch):
-    (tmp_path / "object.json").write_text("{}")
-    (tmp_path / "bad_call.py").write_text(f"{HEAD}\ntask = Task({call})\n")
-    given = ["--task", "bad_call.py", f"model.checkpoint={model}", "validation.prompts=0", "--check"]
-    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+@pytest.mark.parametrize("case", BAD_CALLS, ids=lambda case: case[0])
+def test_a_bad_task_is_refused_with_one_line_and_no_process(case, model, place, refused):
+    call, *parts = case
+    (place / "bad_call.py").write_text(f"{TASKS}\nbad = Task({call})\n")
+    (line,) = refused(f"--task bad_call.py:bad model.checkpoint={model} validation.prompts=0 --check")
     assert [part for part in parts if part not in line] == [], line
 
 
-@pytest.mark.parametrize(("change", "arguments", "parts"), BAD_MODELS, ids=[case[2][0][:40] for case in BAD_MODELS])
-def test_a_bad_model_is_refused_with_one_line_and_no_process(
-    change, arguments, parts, model, capsys, tmp_path, monkeypatch
-):
-    folder = shutil.copytree(model, tmp_path / "model")
+@pytest.mark.parametrize("case", BAD_MODELS, ids=lambda case: case[2][:40])
+def test_a_bad_model_is_refused_with_one_line_and_no_process(case, model, place, refused):
+    change, given, *parts = case
+    folder = shutil.copytree(model, place / "model")
     if change is not None:
         change(folder)
-    given = [*OWN, "model.checkpoint=model", "rollout.groups_per_batch=12", *arguments]
-    (line,) = refused(given, tmp_path, monkeypatch, capsys)
+    (line,) = refused(f"{OWN} model.checkpoint=model rollout.groups_per_batch=12 {given}")
     assert [part for part in parts if part not in line] == [], line
 
 
-def test_all_problems_of_model_task_and_layout_are_shown_together(model, capsys, tmp_path, monkeypatch):
-    folder = shutil.copytree(model, tmp_path / "model")
-    without_template(folder)
-    given = ["--task", "mine.py:no_held_out", "model.checkpoint=model", "trainer.ranks=8", "trainer.parallel.tensor=8"]
-    found = refused([*given, "engine.tensor_parallel=8"], tmp_path, monkeypatch, capsys)
+def test_all_problems_of_model_task_and_layout_are_shown_together(model, place, refused):
+    without_template(shutil.copytree(model, place / "model"))
+    layout = "trainer.ranks=8 trainer.parallel.tensor=8 engine.tensor_parallel=8"
+    found = refused(f"--task mine.py:no_held_out model.checkpoint=model {layout}")
     parts = ("trainer.parallel.tensor", "engine.tensor_parallel", "chat template")
     assert len(found) == len(parts) and all(any(part in line for line in found) for part in parts), found
 
 
-def test_the_check_of_a_quantized_model_counts_its_plain_weights(model, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(TASKS)
-    quantize_fp8(shutil.copytree(model, tmp_path / "model"))
-    assert main(["--check", *OWN, "model.checkpoint=model", "output_dir=run"]) == 0
-    assert "qwen3_moe, 919,168 parameters, 4 layers" in capsys.readouterr().out
-    assert not (tmp_path / "outputs").exists()
-
-
-def test_the_check_of_a_run_prints_a_summary_and_leaves_nothing(model, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(TASKS)
-    assert main(["--check", *OWN, f"model.checkpoint={model}", "output_dir=run", "trainer.ranks=2"]) == 0
+@pytest.mark.parametrize("change", [None, quantize_fp8])
+def test_the_check_of_a_run_prints_a_summary_and_leaves_nothing(change, model, place, capsys):
+    folder = shutil.copytree(model, place / "model")
+    if change is not None:
+        change(folder)  # its plain weights are counted
+    before = {*place.iterdir()}
+    assert main(["--check", *OWN.split(), "model.checkpoint=model", "output_dir=run", "trainer.ranks=2"]) == 0
     shown = capsys.readouterr().out
     for part in ("qwen3_moe, 919,168 parameters, 4 layers, 8 experts, top 2", "2 ranks = data 2", "vllm, 1 replicas"):
         assert part in shown
     memory = re.search(r"(?s)a trainer rank holds (\S+) GiB .* rank holds (\S+) GiB = .* take (\S+) GiB", shown)
     weights, kv = 919_168 / 2**30, 128 * 1024 * 4 * 2 * 2 * 32 * 4 / 2**30
     assert [float(value) for value in memory.groups()] == pytest.approx([20 * weights, 4 * weights, kv], rel=0.01)
-    assert not ray.is_initialized() and not (tmp_path / "run").exists()
+    assert not ray.is_initialized() and {*place.iterdir()} == before
 
 
 def test_the_loop_for_several_values_starts_a_run_for_each(tmp_path):
@@ -306,28 +284,6 @@ def test_a_folder_of_configs_may_be_given_relative_to_the_current_one(tmp_path, 
     monkeypatch.chdir(tmp_path)
     assert main(["--show", "--config-dir", "mine", "seed=4"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["seed"] == 4
-
-
-@pytest.mark.parametrize(
-    ("line", "key"),
-    [
-        ('{"messages": [{"role": "user", "content": "1+1="}], "target": {"answer": 2}}', "target.answer"),
-        ('{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}', "answer"),
-    ],
-)
-def test_a_run_refuses_a_prompt_without_its_target(capsys, tmp_path, line, key):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(f'{{"messages": [{{"role": "user", "content": "1="}}], "target": {{"answer": "1"}}}}\n{line}\n')
-    assert main([f"output_dir={tmp_path / 'run'}", f"task.prompt_file={path}"]) == EXIT_REFUSED
-    error = capsys.readouterr().err
-    assert "task.prompt_file" in error and "line 2" in error and key in error
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_refuses_a_directory_that_cannot_be_written(capsys, tmp_path):
-    (tmp_path / "file").touch()
-    assert main([f"output_dir={tmp_path / 'file' / 'run'}"]) == EXIT_REFUSED
-    assert "output_dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """`async_rl.train`: values as overrides, tasks as objects, callbacks and signals; tests/e2e has real runs."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from async_rl.metrics.callbacks import Callbacks
 from async_rl.rollout.task import pickled_task
 from async_rl.run import config_overrides
 from tests.architecture.test_imports import ROOT
+from tests.async_rl.test_config import dotted
 from tests.async_rl.test_run import model as model  # a fixture
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
@@ -63,7 +63,6 @@ def mine(words=1, seed=0):
     [
         {"seed": 3, "rollout.workers": 2, "name": "a b"},
         {"rollout": {"workers": 2, "limits": {"max_tokens": 200}}, "engine.replicas": 2},
-        {"engine": "sglang", "staleness": "drop", "engine.python": Path("/usr/bin/python3")},
         {"optimizer.lr": 1e-7, "model.checkpoint": None, "validation.every": 0},
         {"tracking.trackers": ["tensorboard", "wandb"], "cluster": {"rank_env": {"A": "1", "B": "${x} 'y' \\"}}},
         {"name": "null", "output_dir": "1e3"},
@@ -71,20 +70,15 @@ def mine(words=1, seed=0):
     ],
 )
 def test_values_arrive_in_the_config_as_they_were_given(given):
-    def check(expected: Mapping, found, prefix=""):
-        for key, value in expected.items():
-            *path, last = key.split(".")
-            at = found
-            for name in path:
-                at = at[name]
-            if isinstance(value, Mapping):
-                check(value, at[last])
-            elif isinstance(at[last], Mapping) and isinstance(value, str):  # a preset
-                assert value in (at[last].get("name"), at[last].get("policy"))
-            else:
-                assert at[last] == (str(value) if isinstance(value, Path) else value)
+    expected, found = dotted(given), dotted(composed_values(list(config_overrides(given))))
+    assert {key: found[key] for key in expected} == expected
 
-    check(given, composed_values(list(config_overrides(given))))
+
+def test_the_config_of_train_is_that_of_the_command():
+    given = {"rollout": {"workers": 2}, "engine": "sglang", "engine.python": Path("/bin/true"), "staleness": "drop"}
+    command = ["rollout.workers=2", "engine=sglang", "engine.python=/bin/true", "staleness=drop"]
+    assert load_config(list(config_overrides(given))) == load_config(command)
+    assert list(config_overrides({"a": {}})) == ["a={}"]
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, print, [object()]])
@@ -123,10 +117,8 @@ def test_a_task_of_a_script_is_read_in_another_process_and_folder(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     file = tmp_path / "task.pkl"
     subprocess.run([sys.executable, "home/script.py", file], cwd=tmp_path, env=environment, check=True)
-    found = subprocess.run(
-        [sys.executable, "-c", READ, file], cwd=away, env=environment, check=True, capture_output=True, text=True
-    )
-    assert found.stdout == "Mine think 7 2 \n"
+    found = subprocess.check_output([sys.executable, "-c", READ, file], cwd=away, env=environment, text=True)
+    assert found == "Mine think 7 2 \n"
 
 
 def test_a_pickled_task_or_function_has_the_seed_and_options_of_the_run(tmp_path):
@@ -240,14 +232,11 @@ def test_the_first_interrupt_stops_softly_and_the_second_at_once(in_loop):
     async def cell():
         return run_in_thread(lambda: interrupted(1, done=done))
 
-    def twice():
-        run_in_thread(lambda: interrupted(2, done=done))
-
     done, before = [], signal.getsignal(signal.SIGINT)
     assert asyncio.run(cell()) if in_loop else run_in_thread(lambda: interrupted(1, done=done))
     assert done == [1]
     with pytest.raises(KeyboardInterrupt):
-        twice()
+        run_in_thread(lambda: interrupted(2, done=done))
     assert done == [1] and signal.getsignal(signal.SIGINT) is before
 
 
@@ -281,14 +270,5 @@ def test_an_interrupt_before_a_run_can_stop_softly_cancels_it():
 
 
 def test_a_thread_that_is_not_the_main_one_may_train():
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(run_in_thread(lambda: asyncio.sleep(0, "done"))))
-    thread.start()
-    thread.join()
-    assert answers == ["done"]
-
-
-def test_the_config_of_train_is_that_of_the_command():
-    given = {"rollout": {"workers": 2}, "seed": 4, "engine": "vllm"}
-    assert load_config(list(config_overrides(given))) == load_config(["rollout.workers=2", "seed=4", "engine=vllm"])
-    assert json.dumps(list(config_overrides({"a": {}}))) == '["a={}"]'
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(run_in_thread, lambda: asyncio.sleep(0, "done")).result() == "done"

@@ -1,7 +1,5 @@
 """Whether answers of an engine are true, and whether a trajectory holds its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
@@ -14,7 +12,7 @@ from async_rl.inference.spans import cut_into_segments
 from message_queue.tokens import RoutedExperts
 from message_queue.training_sequence import TrainingSequence
 from message_queue.trajectory import Trajectory
-from tests.conformance.engines import EngineUnderTest, Exchange, Rollout
+from tests.conformance.engines import EngineUnderTest, Exchange, Rollout, tokens
 from tests.conformance.reference import (
     Reference,
     differing_rows,
@@ -37,11 +35,7 @@ def gap_of(tested: EngineUnderTest, exchange: Exchange, *, strict: bool = False)
 
 
 def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> float:
-    """Every token and every row of every answer is of the version that its segment names.
-
-    Returns:
-        largest |dlogp|.
-    """
+    """Each token and each row of the answers is of the version that its segment names; returns the largest |dlogp|."""
     assert exchanges, "nothing was asked"
     largest = 0.0
     for exchange in exchanges:
@@ -53,12 +47,15 @@ def assert_true(tested: EngineUnderTest, exchanges: Sequence[Exchange]) -> float
     return largest
 
 
-def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> float:
-    """Each trajectory holds its answers, all true, and each of its rows came once.
+async def assert_serves(tested: EngineUnderTest, version: int) -> None:
+    """A new request is answered by a version alone."""
+    exchange = await tested.ask(f"version-{version}", tokens(10))
+    assert set(versions_of(exchange)) == {version}
+    assert_true(tested, [exchange])
 
-    Returns:
-        largest |dlogp|.
-    """
+
+def assert_whole(tested: EngineUnderTest, *rollouts: Rollout) -> float:
+    """Each trajectory holds its answers, all true, and each of its rows came once; returns the largest |dlogp|."""
     for rollout in rollouts:
         assert_sent_once(tested, rollout.name, rollout.trajectory)
     return assert_true(tested, tested.exchanges)

@@ -5,8 +5,6 @@ whose first layer is dense. SGLang ignores dense layers in this family, so its r
 one of experts alone. Latent attention is in tests/e2e/test_engine_families.py; SGLang has none on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -105,12 +103,11 @@ async def sglang_of_two_ranks(sglang_models: Models) -> AsyncIterator[SglangRepl
     await replica.close()
 
 
-Report = Callable[[str], None]
 FIGURE = "figure"
 
 
 @pytest.fixture
-def report(record_property: Callable[[str, object], None]) -> Report:
+def report(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
     """Report a figure in the summary of the run and in its XML."""
     return lambda figure: record_property(FIGURE, figure)
 

@@ -107,19 +107,14 @@ class Probe(Protocol):
 
 
 class RunFolder:
-    """A folder that all nodes see. Versions are written there as by a trainer of one rank.
+    """A folder that all nodes see. Versions take `updates` in turn, and are written as by a trainer of one rank.
 
-    Args:
-        directory: parent of the folders of the versions.
-        updates: sets of weights; the versions take them in turn.
-        delta: whether most versions are written as changes, as with `sync.delta`.
-
-    Attributes:
-        written: version -> update.
+    delta: most versions are written as changes, as with `sync.delta`.
     """
 
     def __init__(self, directory: Path, updates: Sequence[WeightUpdate], *, delta: bool) -> None:
         self.written: dict[int, WeightUpdate] = {}
+        """Version -> update."""
         self._directory = directory
         self._updates = updates
         self._bases = Bases() if delta else None
@@ -137,14 +132,7 @@ class RunFolder:
 
 
 class TrainerMemory:
-    """Two trainer ranks that keep versions in their memory and serve them, with `sync.route=direct`.
-
-    Args:
-        updates: sets of weights, which the versions take in turn.
-
-    Attributes:
-        ranks: what each keeps.
-    """
+    """Two trainer ranks that keep versions in their memory, `updates` in turn, for `sync.route=direct`."""
 
     def __init__(self, updates: Sequence[WeightUpdate]) -> None:
         self._updates = updates
@@ -166,18 +154,15 @@ class TrainerMemory:
         return replace(source, path=Path(f"weights-{version}"), weights=weights, direct=direct)
 
     def close(self) -> None:
-        """End the servers."""
         for server in self._servers:
             server.close()
 
 
 class EngineUnderTest:
-    """A replica that records its requests and answers.
+    """A replica that records its requests and answers; the versions take `updates` in turn.
 
-    Args:
-        updates: sets of weights; the versions take them in turn. Staged versions need three, because each replaces
-            the weights of the version before the last.
-        exchanges: list of the answers, in order of completion; replicas share it if trajectories move between them.
+    Staged versions need three updates, because each replaces the weights of the version before the last. exchanges: the
+    answers, in order of completion; replicas share it if trajectories move between them.
     """
 
     def __init__(
@@ -268,11 +253,7 @@ class EngineUnderTest:
             self._slow = None
 
     async def until_sampled(self, tokens: int) -> None:
-        """Return when the requests in flight have sampled `tokens` together; no engine has an event for it.
-
-        Raises:
-            AssertionError: all that was started has ended.
-        """
+        """Return when the requests in flight have sampled `tokens` together, before all that was started has ended."""
         while await self.probe.sampled(self._running) < tokens:
             await self._pause(f"{tokens} tokens were in flight")
 
@@ -299,21 +280,18 @@ class EngineUnderTest:
         if self._folder is not None and version in self._folder.written:
             return self._folder.written[version]
         source = self._updates[version % len(self._updates)]
-        return replace(source, weights=WeightVersion(version, source.weights.digest), sources=self._sources(source))
-
-    def _sources(self, update: WeightUpdate) -> tuple[Source, ...]:
-        return () if self._server is None else (Source(self._server.address, tuple(range(len(update.buckets)))),)
+        made = replace(source, weights=WeightVersion(version, source.weights.digest))
+        if self._server is None:
+            return made
+        return replace(made, sources=(Source(self._server.address, tuple(range(len(source.buckets)))),))
 
     @contextlib.contextmanager
     def broadcast(self, directory: Path) -> Generator[None]:
         """Publish by broadcast in this block. directory: of the node of the replica."""
-        self._server = VersionServer(HOST, self._updates[0].path.parent)
-        try:
-            with self._store(directory):
-                yield
-        finally:
-            self._server.close()
-            self._server = None
+        server = VersionServer(HOST, self._updates[0].path.parent)
+        with contextlib.closing(server) as self._server, self._store(directory):
+            yield
+        self._server = None
 
     @contextlib.contextmanager
     def direct(self) -> Generator[TrainerMemory]:
@@ -326,11 +304,9 @@ class EngineUnderTest:
     def folder(self, directory: Path, folder: RunFolder) -> Generator[None]:
         """Publish by a folder in this block. directory: of the node of the replica."""
         self._folder = folder
-        try:
-            with self._store(directory):
-                yield
-        finally:
-            self._folder = None
+        with self._store(directory):
+            yield
+        self._folder = None
 
     @contextlib.contextmanager
     def _store(self, directory: Path) -> Generator[None]:
@@ -347,12 +323,10 @@ class EngineUnderTest:
         return await self.replica.freeze()
 
     async def load(self, version: int, *, kv: KVPolicy = "recompute") -> None:
-        """Load a version into a paused replica."""
         await self.replica.load(self.update(version), kv=kv)
         self._version, self.kept[version] = version, kv
 
     async def resume(self) -> None:
-        """Resume at full speed."""
         await self.replica.resume()
         await self.full_speed()
 
@@ -375,7 +349,6 @@ class EngineUnderTest:
         return report
 
     def publisher(self, on_update: OnUpdate, kv: KVPolicy, *, staged: bool) -> Publisher:
-        """The publisher of a run."""
         return Publisher(
             [self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), staged=staged, timeout_s=TIMEOUT_S
         )

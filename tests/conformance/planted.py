@@ -4,8 +4,6 @@ The server of SGLang loads this file as a plugin, from a folder that `plugin_fol
 `async_rl` and no `tests`, so neither is imported at module level.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """vLLM's side of the suite: the faults of `tests.conformance.planted`, and steps that can be slowed down."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """Probes into each engine, and references of the models that it serves."""
 
-from __future__ import annotations
-
 import asyncio
 import zlib
 from collections.abc import Sequence
@@ -101,12 +99,7 @@ class FakeProbe:
 
 
 class VllmProbe:
-    """Looks into vLLM's client.
-
-    Args:
-        replicas: one, or those behind a router.
-        patch: undone when the test ends.
-    """
+    """Looks into vLLM's client, of one replica or of those behind a router."""
 
     def __init__(self, *replicas: VllmReplica, kv_tokens: int, patch: pytest.MonkeyPatch) -> None:
         self.kv_tokens: int | None = kv_tokens

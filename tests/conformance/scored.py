@@ -1,7 +1,5 @@
 """The comparison of an engine with the trainer after a publish, with transformers in place of the trainer."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Replicas for tests: the models that they serve, and each as an `EngineUnderTest`."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +15,7 @@ from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_tensors
 from message_queue.tokens import WeightVersion
 from tests.conformance.engines import VOCAB, EngineUnderTest, Exchange
+from tests.conformance.planted import FAULT
 from tests.conformance.planted_vllm import EXTENSION
 from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, SglangProbe, TransformersTruth, VllmProbe
 from tests.conformance.sglang_support import SMALL_POOL
@@ -56,10 +55,7 @@ def make_models(folder: Path, architecture: Any) -> Models:
     paths = tuple(save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in seeds)
     updates = tuple(
         write_update(
-            folder / "updates",
-            version=i,
-            tensors=read_tensors(path / "model.safetensors"),
-            bucket_bytes=BUCKET_BYTES,
+            folder / "updates", version=i, tensors=read_tensors(path / "model.safetensors"), bucket_bytes=BUCKET_BYTES
         )
         for i, path in enumerate(paths)
     )
@@ -117,6 +113,18 @@ def fake_under_test(name: str = "fake-0", *, exchanges: list[Exchange] | None = 
         probe=FakeProbe(engine, script=script),
         exchanges=exchanges,
     )
+
+
+async def plant(tested: EngineUnderTest, plugins: Path, fault: str) -> None:
+    """Put a fault of `tests.conformance.planted` into later loads of an engine; "" takes it away.
+
+    plugins: from `plugin_folder`.
+    """
+    replica: Any = tested.replica
+    if isinstance(tested.probe, VllmProbe):
+        await replica.backend.engine.collective_rpc("plant", args=(fault,))
+    else:
+        (plugins / FAULT).write_text(fault)
 
 
 async def start_vllm(config: VllmConfig, *, name: str = "replica-0", checkpoint: Path, **options: Any) -> VllmReplica:

@@ -1,17 +1,14 @@
 """SGLang servers for tests: settings, tiny models that SGLang serves on a CPU, and its figures."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
-import transformers
 
 from async_rl.inference.sglang.engine import SglangConfig, SglangReplica
 from async_rl.inference.sglang.server import interpreter
 from message_queue.errors import EngineError
 from tests.helpers import numerics
-from tests.helpers.tiny_models import COMMON, mixtral_config, qwen3_moe_config
+from tests.helpers.tiny_models import COMMON, glm4_moe_config, mixtral_config, qwen3_moe_config
 
 FIGURES = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
 SMALL_POOL = 1200  # K/V slots: many long requests do not fit at once and some are retracted
@@ -52,21 +49,8 @@ def mixtral(**changes: Any) -> Any:
 
 
 def glm4_moe(**changes: Any) -> Any:
-    """Sigmoid routing with a correction bias, one shared expert; layer 0 is dense."""
-    own = {
-        "vocab_size": 117,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-    }
-    return transformers.Glm4MoeConfig(**{**COMMON, **own, **changes})
+    """Without bias and head norms."""
+    return glm4_moe_config(attention_bias=False, use_qk_norm=False, **changes)
 
 
 async def loads(replica: SglangReplica) -> dict[str, Any]:

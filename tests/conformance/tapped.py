@@ -31,11 +31,7 @@ Start = Callable[[str], Awaitable[Any]]
 
 
 class Tap(InProcess):
-    """A replica whose calls are counted, and whose answers are recorded by session.
-
-    Args:
-        share: counts and records together with another one.
-    """
+    """A replica whose calls are counted, and whose answers are recorded by session, together with those of `share`."""
 
     def __init__(self, replica: Any, *, share: Tap | None = None) -> None:
         self.replica = replica
@@ -54,22 +50,16 @@ class Tap(InProcess):
 
 
 class TappedPool:
-    """Replicas with the pool, router, publisher and supervisor of a run.
+    """Replicas with the pool, router, publisher and supervisor of a run; `tested` knows their models.
 
-    Args:
-        tested: knows the models of the replicas.
-        start: start of the replica that takes the place of a killed one.
-
-    Attributes:
-        engine: for requests.
-        answered: session -> its answers.
-        counts: aborts, publishes, killed replicas.
+    start: of the replica that takes the place of a killed one.
     """
 
     def __init__(self, tested: EngineUnderTest, replicas: Sequence[Any], *, start: Start) -> None:
         self._tap = Tap(replicas[0])
         self.answered = self._tap.answered
         self.counts = Counter[str]()
+        """Aborts, publishes, killed replicas."""
         taps: Any = [self._tap, *(Tap(replica, share=self._tap) for replica in replicas[1:])]
         self.pool = ReplicaPool(taps)
         self.engine = ReplicaRouter(self.pool)
@@ -123,7 +113,6 @@ class TappedPool:
             await self.pool.changed.wait()
 
     async def close(self) -> None:
-        """Close all replicas."""
         live: list[Any] = [member.replica for member in self.pool.live_or_none]
         for tap in live:
             await close(tap.replica)

@@ -1,10 +1,6 @@
 """An engine that reads a version whole and serves something else is found at that load."""
 
-from __future__ import annotations
-
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -13,44 +9,28 @@ import torch
 from async_rl.config import FLOAT32_MAX_K3
 from async_rl.controller.probe import MismatchError
 from message_queue.errors import EngineError
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest
-from tests.conformance.planted import FAULT, PARTLY_WRONG, TRADED
-from tests.conformance.probes import VllmProbe
+from tests.conformance import served
+from tests.conformance.engines import MARKS, WITH_KV
+from tests.conformance.planted import PARTLY_WRONG, TRADED
 from tests.conformance.scored import ScoresOfTruth, probe_of
 from tests.helpers.updates import read_update, write_update
 
 pytestmark = [*MARKS, WITH_KV]
-Plant = Callable[[str], Awaitable[None]]
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def plant(tested: EngineUnderTest, request: pytest.FixtureRequest) -> AsyncIterator[Plant]:
+async def plant(tested, sglang_plugins):
     """Plants a fault into later loads of an engine that serves version 0, loaded after version 1."""
     for version in (1, 0):
         await tested.publish(version=version)
-    plant = planter(tested, request)
+    plant = partial(served.plant, tested, sglang_plugins)
     yield plant
     await plant("")
 
 
-def planter(tested: EngineUnderTest, request: pytest.FixtureRequest) -> Plant:
-    """Plants a fault into later loads of an engine; "" takes it away."""
-    replica: Any = tested.replica
-
-    async def plant(fault: str) -> None:
-        if isinstance(tested.probe, VllmProbe):
-            await replica.backend.engine.collective_rpc("plant", args=(fault,))
-        else:
-            (request.getfixturevalue("sglang_plugins") / FAULT).write_text(fault)
-
-    return plant
-
-
 @pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
 @pytest.mark.parametrize("fault", ["none", "half", "stale"])
-async def test_a_load_that_changed_no_parameters_is_refused(
-    tested: EngineUnderTest, plant: Plant, fault: str, staged: bool
-):
+async def test_a_load_that_changed_no_parameters_is_refused(tested, plant, fault, staged):
     await plant(fault)
     if staged:
         await tested.replica.stage(tested.update(1))
@@ -61,12 +41,12 @@ async def test_a_load_that_changed_no_parameters_is_refused(
         await tested.replica.resume()
 
 
-async def accepted(tested: EngineUnderTest, plant: Plant, folder: Path) -> list[str]:
+async def accepted(tested, plant, folder):
     """Faults in single parameters that a load of version 1 after version 0 accepts, or refuses without a name.
 
     folder: for version 1 with other norms, because those of all models are 1.
     """
-    found: list[str] = []
+    found = []
     tensors = [
         (name, tensor * torch.linspace(0.5, 1.5, tensor.shape[-1]) if "norm" in name else tensor)
         for name, tensor in read_update(tested.update(1).path)
@@ -89,15 +69,11 @@ async def accepted(tested: EngineUnderTest, plant: Plant, folder: Path) -> list[
     return found
 
 
-async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(
-    tested: EngineUnderTest, plant: Plant, tmp_path: Path
-):
+async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(tested, plant, tmp_path):
     assert await accepted(tested, plant, tmp_path) == []
 
 
-async def test_a_checksum_is_of_the_weights_and_changes_with_tensors_swapped_in_a_parameter(
-    tested: EngineUnderTest, plant: Plant
-):
+async def test_a_checksum_is_of_the_weights_and_changes_with_tensors_swapped_in_a_parameter(tested, plant):
     sums = [await tested.replica.checksum()]
     for version, fault in ((1, ""), (0, ""), (1, TRADED)):
         await plant(fault)
@@ -107,9 +83,7 @@ async def test_a_checksum_is_of_the_weights_and_changes_with_tensors_swapped_in_
     assert len(set(sums)) == 3
 
 
-async def test_the_probe_finds_tensors_swapped_in_a_parameter_and_accepts_a_good_load(
-    tested: EngineUnderTest, plant: Plant
-):
+async def test_the_probe_finds_tensors_swapped_in_a_parameter_and_accepts_a_good_load(tested, plant):
     probe, truth = probe_of(tested), ScoresOfTruth(tested, version=1)
     await tested.publish(version=1)
     probe.ask_all(version=1)

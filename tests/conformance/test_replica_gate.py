@@ -1,50 +1,41 @@
 """The gate that every replica shares, without an engine."""
 
-from __future__ import annotations
-
 import asyncio
 
-import numpy as np
 import pytest
 
-from async_rl.inference.gate import InflightRequest, RequestGate, until_finished
+from async_rl.inference.gate import RequestGate, until_finished
 from message_queue.errors import EngineError, ReplicaLostError
-from message_queue.tokens import StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import StopReason
+from tests.helpers.groups import segment
 
 
-def segment(tokens: int, request: InflightRequest) -> TokenOutput:
-    return TokenOutput(
-        token_ids=np.zeros(tokens, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        routed_experts=None,
-        weights=WeightVersion(0, "d"),
-        stop_reason=StopReason.ABORT if request.abort_requested else StopReason.LENGTH,
-        replica="r",
-    )
+def answer(request):
+    return [segment(stop_reason=StopReason.ABORT if request.abort_requested else StopReason.LENGTH)]
 
 
-async def decode(gate: RequestGate, name: str, until: asyncio.Event) -> InflightRequest:
+async def decode(gate, name, until):
     async with gate.admit(name) as request:
         await until.wait()
-        request.result = [segment(3, request)]
+        request.result = answer(request)
         return request
 
 
-async def parking(gate: RequestGate, name: str) -> InflightRequest:
+async def parking(gate, name):
     """A request that leaves the engine whenever it is evicted, until it is released or aborted."""
 
-    async def work(request: InflightRequest) -> None:
+    async def work(request):
         await asyncio.sleep(0)
         while request.evicted:
             await request.park()
 
     async with gate.admit(name) as request:
         await gate.unless_failed(work(request))
-        request.result = [segment(1, request)]
+        request.result = answer(request)
         return request
 
 
-async def parked_requests(gate: RequestGate, count: int) -> list[asyncio.Task[InflightRequest]]:
+async def parked_requests(gate, count):
     """`count` requests that are evicted and parked."""
     tasks = [asyncio.create_task(parking(gate, str(i))) for i in range(count)]
     await asyncio.sleep(0)  # each is past the gate, and none has run further
@@ -58,7 +49,7 @@ async def parked_requests(gate: RequestGate, count: int) -> list[asyncio.Task[In
     return tasks
 
 
-async def turns_of_the_loop() -> None:
+async def turns_of_the_loop():
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -202,7 +193,7 @@ async def test_a_cancelled_request_is_outside_whether_it_was_parked_or_not():
 async def test_a_cancelled_call_has_cleaned_up_when_it_returns():
     gate, cleaned = RequestGate("r"), asyncio.Event()
 
-    async def work() -> None:
+    async def work():
         try:
             await asyncio.Event().wait()
         finally:

@@ -4,13 +4,9 @@ Exact agreement is impossible: two orders of summation give other roundings, and
 computes nothing, so it is not here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,17 +16,17 @@ import torch
 from async_rl.inference.sglang.engine import start_sglang
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_sent_once, versions_of, whole
-from tests.conformance.conftest import Report, sglang_environment
-from tests.conformance.engines import EngineUnderTest, Exchange, prompts
-from tests.conformance.served import VLLM, start_vllm, under_test
-from tests.conformance.test_planted_loads import accepted, planter
+from tests.conformance.conftest import sglang_environment
+from tests.conformance.engines import prompts
+from tests.conformance.served import VLLM, plant, start_vllm, under_test
+from tests.conformance.test_planted_loads import accepted
 
 pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 
 MEAN_GAP, SAME_EXPERTS = 0.1, 0.8  # a wrong row, token or model is beyond both
 
 
-def rounded(model: Any) -> Any:
+def rounded(model):
     """A copy with its parameters rounded to bfloat16, computed in float32."""
     copy = type(model)(model.config)
     copy.load_state_dict({name: value.bfloat16().float() for name, value in model.state_dict().items()})
@@ -38,13 +34,13 @@ def rounded(model: Any) -> Any:
 
 
 @pytest_asyncio.fixture(params=["vllm", pytest.param("sglang", marks=pytest.mark.nightly)], loop_scope="package")
-async def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EngineUnderTest]:
+async def half(request, monkeypatch):
     """An engine in bfloat16, whose reference has the rounded weights."""
     models = request.getfixturevalue("models" if request.param == "vllm" else "sglang_models")
-    start: dict[str, Any] = {"name": "half-0", "checkpoint": models.paths[0]}
+    start = {"name": "half-0", "checkpoint": models.paths[0]}
     if request.param == "vllm":
         request.getfixturevalue("environment")
-        replica: Any = await start_vllm(dataclasses.replace(VLLM, dtype="bfloat16"), **start)
+        replica = await start_vllm(dataclasses.replace(VLLM, dtype="bfloat16"), **start)
     else:
         with sglang_environment(request.getfixturevalue("sglang_plugins")):
             replica = await start_sglang(sglang_support.config(dtype="bfloat16"), **start)
@@ -56,7 +52,7 @@ async def half(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     await replica.close()
 
 
-async def test_bfloat16_agrees_nearly_over_an_update(half: EngineUnderTest, report: Report):
+async def test_bfloat16_agrees_nearly_over_an_update(half, report):
     """Prompts of one prefill step, so that all have sampled when the update comes."""
     rollouts, tasks = half.start_rollouts(prompts(4, step=2), max_new_tokens=120, cache_salt="v0")
     await half.until_sampled(80)
@@ -75,19 +71,16 @@ async def test_bfloat16_agrees_nearly_over_an_update(half: EngineUnderTest, repo
     assert agreed >= SAME_EXPERTS
 
 
-async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(
-    half: EngineUnderTest, request: pytest.FixtureRequest, tmp_path: Path
-):
+async def test_a_load_that_left_or_misplaced_a_single_parameter_or_expert_is_refused(half, sglang_plugins, tmp_path):
     for version in (1, 0):
         await half.publish(version=version)
-    assert await accepted(half, planter(half, request), tmp_path) == []
+    assert await accepted(half, partial(plant, half, sglang_plugins), tmp_path) == []
 
 
-def differences(half: EngineUnderTest, exchange: Exchange) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def differences(half, exchange):
     """|dlogp| of each token, and whether each expert set is the same, of an answer of one segment."""
     [segment], ids = exchange.answer, whole(exchange)
     version, rows = segment.weights.version, segment.routed_experts
-    assert rows is not None
     free = half.truth([(version, len(ids))], ids, forced=None)
     at = np.arange(len(exchange.request.token_ids), len(ids))
     gaps = np.abs(free.logprobs[at - 1, ids[at]] - segment.logprobs)

@@ -1,7 +1,5 @@
 """Forced routing on vLLM and SGLang: answers are those of transformers under the same forcing, on every schedule."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -10,14 +8,14 @@ import pytest
 from agent_loop.engine import SamplingConfig
 from message_queue.errors import EngineError
 from message_queue.tokens import RoutedExperts
-from tests.conformance.checks import assert_forced, assert_true, odd_rows, versions_of, whole
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, tokens
+from tests.conformance.checks import assert_forced, assert_true, odd_rows, sampled_of, versions_of, whole
+from tests.conformance.engines import MARKS, WITH_KV, tokens
 from tests.conformance.probes import SglangProbe
 
 pytestmark = [*MARKS, WITH_KV]
 
 
-async def test_a_prefix_under_the_experts_of_other_weights(tested: EngineUnderTest):
+async def test_a_prefix_under_the_experts_of_other_weights(tested):
     before = await tested.ask("before", tokens(60), max_new_tokens=40)
     [segment] = before.answer
     await tested.publish("resume")
@@ -28,13 +26,16 @@ async def test_a_prefix_under_the_experts_of_other_weights(tested: EngineUnderTe
 
 
 @pytest.mark.parametrize(("length", "forced"), [(40, 39), (40, 17), (40, 1), (40, 0), (300, 299), (300, 150)])
-async def test_any_number_of_forced_rows_and_chunks(tested: EngineUnderTest, length: int, forced: int):
+async def test_any_number_of_forced_rows_and_chunks(tested, length, forced):
     rows = odd_rows(tested, forced)
     assert_true(tested, [await tested.ask("odd", tokens(length), forced_experts=rows)])
 
 
-async def test_forced_and_free_requests_in_one_batch_that_does_not_fit_the_cache(tested: EngineUnderTest):
-    """Preempted requests are prefilled once more, with some of their own tokens, under the same forcing."""
+async def test_forced_and_free_requests_in_one_batch_that_does_not_fit_the_cache(tested):
+    """Preempted requests are prefilled once more, with some of their own tokens, under the same forcing.
+
+    Some prompts are prefilled in chunks, next to running decodes.
+    """
     lengths = [20 + 7 * (i % 13) for i in range(40)]
     asked = [
         tested.ask(
@@ -45,23 +46,26 @@ async def test_forced_and_free_requests_in_one_batch_that_does_not_fit_the_cache
         )
         for i, length in enumerate(lengths)
     ]
-    assert_forced(tested, *await asyncio.gather(*asked))
+    assert sum(length + 90 for length in lengths) > 1.5 * tested.probe.kv_tokens, "they do not fit at once"
+    exchanges = await asyncio.gather(*asked)
+    assert {sampled_of(exchange) for exchange in exchanges} == {90}
+    assert_forced(tested, *exchanges)
+    if isinstance(tested.probe, SglangProbe):
+        assert sum(tested.probe.retractions) > 0
 
 
-async def test_forcing_the_choice_of_the_router_changes_nothing(tested: EngineUnderTest):
+async def test_forcing_the_choice_of_the_router_changes_nothing(tested):
     greedy = SamplingConfig(temperature=0.0)
     [free] = (await tested.ask("free", tokens(60), sampling=greedy)).answer
-    assert free.routed_experts is not None
     rows = RoutedExperts(first_position=0, experts=free.routed_experts.experts[:59])
     [forced] = (await tested.ask("same", tokens(60), sampling=greedy, forced_experts=rows)).answer
-    assert forced.routed_experts is not None
     assert forced.token_ids.tolist() == free.token_ids.tolist()
     assert (forced.routed_experts.experts == free.routed_experts.experts).all()
     if not isinstance(tested.probe, SglangProbe):
         assert forced.logprobs.tolist() == free.logprobs.tolist(), "the same weights to the last bit"
 
 
-async def test_forced_requests_share_their_prefix_cache_with_their_session_alone(tested: EngineUnderTest):
+async def test_forced_requests_share_their_prefix_cache_with_their_session_alone(tested):
     ids, rows = tokens(80), odd_rows(tested, 79)
     sessions = [("a", None), ("a", rows), ("a", rows), ("b", rows), ("b", None), ("", rows), ("", rows)]
     for session, forced in sessions:
@@ -73,7 +77,7 @@ async def test_forced_requests_share_their_prefix_cache_with_their_session_alone
 
 
 @pytest.mark.parametrize("forced", [39, 10])
-async def test_a_frozen_request_continues_under_forced_and_recorded_experts(tested: EngineUnderTest, forced: int):
+async def test_a_frozen_request_continues_under_forced_and_recorded_experts(tested, forced):
     rows = odd_rows(tested, forced)
     running = tested.start(tested.ask("frozen", tokens(40), max_new_tokens=80, forced_experts=rows))
     await tested.until_sampled(20)
@@ -83,7 +87,7 @@ async def test_a_frozen_request_continues_under_forced_and_recorded_experts(test
     assert_true(tested, [exchange])
 
 
-async def test_rows_that_cannot_be_forced_are_refused(tested: EngineUnderTest):
+async def test_rows_that_cannot_be_forced_are_refused(tested):
     good = odd_rows(tested, 4).experts
     bad = [
         RoutedExperts(first_position=0, experts=np.tile(np.arange(3, dtype=np.uint8), (4, *good.shape[1:2], 1))),

@@ -4,11 +4,7 @@ The models are untrained, so a program gets random text for an answer. It has to
 the programs make of good answers is in tests/agents.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -36,16 +32,16 @@ LIMITS = TurnLimits(max_turns=12, max_tokens=MAX_TOKENS, max_new_tokens_per_turn
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package", params=["vllm", "sglang"])
-async def tap(request: pytest.FixtureRequest, environment: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+async def tap(request, environment, tmp_path_factory):
     """A replica with room for long prompts, and its answers."""
     if request.param == "sglang":
         sglang_support.require_sglang()
     model = sglang_support.qwen3_moe(max_position_embeddings=MAX_TOKENS)
     checkpoint = save_checkpoint(model, tmp_path_factory.mktemp("packages"), seed=0)
-    options: Any = {"name": "replica-0", "checkpoint": checkpoint}
-    room: Any = {"max_model_len": MAX_TOKENS, "max_num_batched_tokens": 1024}
+    options = {"name": "replica-0", "checkpoint": checkpoint}
+    room = {"max_model_len": MAX_TOKENS, "max_num_batched_tokens": 1024}
     if request.param == "vllm":
-        replica: Any = await start_vllm(replace(VLLM, kv_cache_bytes=32 << 20, **room), **options)
+        replica = await start_vllm(replace(VLLM, kv_cache_bytes=32 << 20, **room), **options)
     else:
         replica = await start_sglang(sglang_support.config(kv_cache_tokens=2 * MAX_TOKENS, **room), **options)
     yield Tap(replica), read_model_info(checkpoint).routing
@@ -53,9 +49,7 @@ async def tap(request: pytest.FixtureRequest, environment: None, tmp_path_factor
 
 
 @pytest.mark.parametrize("program", [program for program, *_ in PROGRAMS], ids=program_id)
-async def test_agent_of_a_package_trains_what_the_engine_saw(
-    tap: Any, program: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_agent_of_a_package_trains_what_the_engine_saw(tap, program, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     replica, routing = tap

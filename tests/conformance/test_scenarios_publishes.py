@@ -3,38 +3,27 @@
 PUBLISHES=50 in the environment makes fifty publishes, on every layout, by each route and mode.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
 import os
 import random
-from collections.abc import Collection
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from agent_loop.engine import GenerateRequest
 from async_rl.inference import checkpoint_weights
 from async_rl.inference.checkpoint_weights import published_shapes
-from async_rl.inference.gate import KVPolicy
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.publisher import OnUpdate, Publisher
+from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.inference.router import ReplicaRouter
-from async_rl.inference.stub import InProcess
-from async_rl.inference.vllm.engine import VllmReplica
 from async_rl.weights.overwrite import MappedFiles
 from async_rl.weights.transport import read_tensors, update_files
 from message_queue.errors import EngineError
-from message_queue.tokens import TokenOutput
-from tests.conformance.checks import assert_true, assert_whole, versions_of
-from tests.conformance.conftest import Report
-from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, Rollout, RunFolder, prompts, tokens
+from tests.conformance.checks import assert_serves, assert_whole, versions_of
+from tests.conformance.engines import MARKS, TIMEOUT_S, WITH_KV, EngineUnderTest, RunFolder, prompts
 from tests.conformance.probes import TransformersTruth, VllmProbe
-from tests.conformance.served import VLLM, VLLM_KV_TOKENS, Models, small_steps, start_vllm, under_test
+from tests.conformance.served import VLLM, VLLM_KV_TOKENS, small_steps, start_vllm, under_test
 from tests.helpers.fakes.rollouts import RolloutsHere
 from tests.helpers.updates import read_update, write_update
 
@@ -61,16 +50,7 @@ CASES = [
 
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize(("server", "kv", "route", "mode"), CASES, indirect=["server"])
-async def test_many_publishes_under_load(
-    tested: EngineUnderTest,
-    served_models: Models,
-    kv: str,
-    route: str,
-    mode: str,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    report: Report,
-):
+async def test_many_publishes_under_load(tested, served_models, kv, route, mode, tmp_path, request, report):
     """Between two publishes a random number of tokens is sampled, and one time in five all requests are aborted."""
     node, run = tmp_path / "node", tmp_path / "run"
     updates = served_models.updates
@@ -92,10 +72,10 @@ async def test_many_publishes_under_load(
     report(f"{request.node.callspec.id}: {PUBLISHES} publishes, largest |dlogp| {largest:.1e}")
 
 
-async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) -> float:
+async def publish_under_load(tested, kv, *, staged):
     """Returns the largest |dlogp| of a sampled token against its version."""
     chance, published = random.Random(f"publishes {kv} {staged}"), 0
-    rollouts: list[Rollout] = []
+    rollouts = []
     while published < PUBLISHES:
         started, tasks = tested.start_rollouts(
             prompts(4, step=7),
@@ -121,79 +101,57 @@ async def publish_under_load(tested: EngineUnderTest, kv: str, *, staged: bool) 
     return assert_whole(tested, *rollouts)
 
 
-class Routed(InProcess):
-    """The replicas of a pool, as one: requests go through the router of a run.
+class Routed(ReplicaRouter):
+    """The router of a run over a pool, as one replica."""
 
-    Attributes:
-        name: pair name.
-    """
+    name = "routed"
 
-    def __init__(self, pool: ReplicaPool) -> None:
-        self.name = "routed"
+    def __init__(self, pool):
+        super().__init__(pool)
         self.pool = pool
-        self._router = ReplicaRouter(pool)
 
-    async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        return await self._router.generate(request)
-
-    async def abort(self) -> int:
+    async def abort(self):
         return sum(await asyncio.gather(*(member.replica.call(EngineReplica.abort) for member in self.pool.live)))
 
 
 class RollingPublishes(EngineUnderTest):
     """Replicas behind a router. A publish pauses one at a time."""
 
-    replica: Any
-
-    def publisher(self, on_update: OnUpdate, kv: KVPolicy, *, staged: bool) -> Publisher:
+    def publisher(self, on_update, kv, *, staged):
         assert not staged
-        pool: ReplicaPool = self.replica.pool
+        pool = self.replica.pool
 
         class Rollouts(RolloutsHere):
-            async def avoid(self, replicas: Collection[str]) -> None:
+            async def avoid(self, replicas):
                 pool.avoid(replicas)
 
         return Publisher(pool, on_update=on_update, kv=kv, rollouts=Rollouts(), max_paused=1, timeout_s=TIMEOUT_S)
 
 
-class Paused:
-    """Replicas that load at the same time.
+def watch_loads(replicas, patch):
+    """A list that gets the number of replicas that load at the same time, at the start of each load."""
+    loading, counts = set(), []
+    for replica in replicas:
 
-    Attributes:
-        most: largest number so far.
-    """
-
-    def __init__(self, replicas: Collection[VllmReplica], patch: pytest.MonkeyPatch) -> None:
-        self._now = self.most = 0
-        for replica in replicas:
-            patch.setattr(replica, "load", self._counted(replica.load))
-
-    def _counted(self, load: Any) -> Any:
-        async def counted(*args: Any, **kwargs: Any) -> Any:
-            self._now += 1
-            self.most = max(self.most, self._now)
+        async def counted(*args, replica=replica, load=replica.load, **kwargs):
+            loading.add(replica)
+            counts.append(len(loading))
             try:
                 return await load(*args, **kwargs)
             finally:
-                self._now -= 1
+                loading.remove(replica)
 
-        return counted
+        patch.setattr(replica, "load", counted)
+    return counts
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("route", ["memory", "direct"])
-async def test_many_rolling_publishes_under_load(
-    engine: VllmReplica,
-    second_vllm: VllmReplica,
-    models: Models,
-    monkeypatch: pytest.MonkeyPatch,
-    report: Report,
-    route: str,
-):
+async def test_many_rolling_publishes_under_load(engine, second_vllm, models, monkeypatch, report, route):
     """Two of three replicas always serve; a request that a load aborts continues on another one, under its version."""
     replicas = [engine, second_vllm, await start_vllm(VLLM, name="replica-2", checkpoint=models.paths[0])]
     one = under_test(engine, models, patch=monkeypatch)
-    routed: Any = Routed(ReplicaPool(replicas))
+    routed = Routed(ReplicaPool(replicas))
     probe = VllmProbe(*replicas, kv_tokens=len(replicas) * VLLM_KV_TOKENS, patch=monkeypatch)
     tested = RollingPublishes(
         routed, routing=one.routing, updates=models.updates, truth=TransformersTruth(models.models), probe=probe
@@ -201,12 +159,12 @@ async def test_many_rolling_publishes_under_load(
     try:
         with tested.direct() if route == "direct" else contextlib.nullcontext():
             await tested.publish(version=0)
-            paused = Paused(replicas, monkeypatch)
+            at_once = watch_loads(replicas, monkeypatch)
             largest = await publish_under_load(tested, "computed", staged=False)
     finally:
         await tested.end()
         await replicas[-1].close()
-    assert paused.most == 1
+    assert set(at_once) == {1}
     sessions = dict.fromkeys(exchange.request.session for exchange in tested.exchanges)
     owners = [{s.replica for exchange in tested.of_session(name) for s in exchange.answer} for name in sessions]
     assert any(len(several) > 1 for several in owners), "a trajectory moved"
@@ -216,7 +174,7 @@ async def test_many_rolling_publishes_under_load(
 
 @WITH_KV
 @pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
-async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: EngineUnderTest, staged: bool):
+async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested, staged):
     """Otherwise the next versions would get new files instead of overwriting these."""
     for version in (1, 0, 1):
         await tested.publish(version=version, staged=staged)
@@ -226,9 +184,7 @@ async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested: Engin
 
 
 @WITH_KV
-async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_the_next_version_serves(
-    tested: EngineUnderTest,
-):
+async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_the_next_version_serves(tested):
     with tested.direct() as memory:
         await tested.publish(version=1)
         damaged = memory.write(2)
@@ -243,28 +199,29 @@ async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_t
         with pytest.raises(EngineError):
             await tested.replica.resume()
         await tested.publish(version=5)
-        rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
-        await asyncio.gather(*tasks)
-    assert set(versions_of(tested.exchanges[-1])) == {5}
-    assert_whole(tested, *rollouts)
+        await assert_serves(tested, 5)
+
+
+def after_check(patch, cut, damage):
+    """Damage a version when its check has found no fault."""
+
+    def checked(*args, **kwargs):
+        found = published_shapes(*args, **kwargs)
+        if args[0] == cut:
+            damage()
+        return found
+
+    patch.setattr(checkpoint_weights, "published_shapes", checked)
 
 
 @WITH_KV
 @pytest.mark.parametrize("staged", [False, True], ids=["at_once", "staged"])
 @pytest.mark.parametrize("bucket", [0, 1])
 async def test_a_load_that_is_cut_at_a_bucket_leaves_an_engine_that_loads_the_next_version(
-    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bucket: int, staged: bool
+    tested, monkeypatch, tmp_path, bucket, staged
 ):
-    """After the check of the version found no fault."""
     cut = write_update(tmp_path, version=2, tensors=read_update(tested.update(0).path), bucket_bytes=256 << 10)
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        found = published_shapes(*args, **kwargs)
-        if args[0] == cut:
-            os.truncate(update_files(cut.path)[bucket], 100)
-        return found
-
-    monkeypatch.setattr(checkpoint_weights, "published_shapes", checked)
+    after_check(monkeypatch, cut, lambda: os.truncate(update_files(cut.path)[bucket], 100))
     await tested.publish(version=1, staged=staged)
     await tested.replica.pause()
     with pytest.raises(EngineError, match=update_files(cut.path)[bucket].name):
@@ -274,30 +231,18 @@ async def test_a_load_that_is_cut_at_a_bucket_leaves_an_engine_that_loads_the_ne
             await tested.replica.resume()
     for version in (3, 4):
         await tested.publish(version=version, staged=staged)
-        exchange = await tested.ask(f"version-{version}", tokens(10))
-        assert set(versions_of(exchange)) == {version}
-        assert_true(tested, [exchange])
+        await assert_serves(tested, version)
 
 
 @WITH_KV
 async def test_a_direct_load_that_is_cut_before_its_first_bucket_leaves_an_engine_that_loads_the_next_version(
-    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    tested, monkeypatch
 ):
     with tested.direct() as memory:
         cut = memory.write(2)
-
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            found = published_shapes(*args, **kwargs)
-            if args[0] == cut:
-                memory.ranks[0].discard(keep_version=3)
-            return found
-
-        monkeypatch.setattr(checkpoint_weights, "published_shapes", checked)
+        after_check(monkeypatch, cut, lambda: memory.ranks[0].discard(keep_version=3))
         await tested.replica.pause()
         with pytest.raises(DeliveryError, match="bucket 0 of weights-2 did not come from"):
             await tested.replica.load(cut)
         await tested.publish(version=3)
-        rollouts, tasks = tested.start_rollouts(prompts(1), max_new_tokens=8)
-        await asyncio.gather(*tasks)
-    assert set(versions_of(tested.exchanges[-1])) == {3}
-    assert_whole(tested, *rollouts)
+        await assert_serves(tested, 3)

@@ -1,7 +1,5 @@
 """Top-p, top-k and min-p: every engine keeps the same tokens, returns them, and gives logprobs over them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
@@ -9,8 +7,7 @@ import pytest
 
 from agent_loop.engine import SamplingConfig
 from tests.conformance.checks import assert_cut, assert_merged, assert_true, k3, sampled_of, versions_of
-from tests.conformance.conftest import Report
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, Rollout, tokens
+from tests.conformance.engines import MARKS, WITH_KV, tokens
 from tests.helpers.dense import loss_mask
 from tests.helpers.groups import sets_of
 
@@ -26,7 +23,7 @@ CUTS = {
 }
 
 
-async def test_every_cut_keeps_the_tokens_of_the_definition(tested: EngineUnderTest, report: Report):
+async def test_every_cut_keeps_the_tokens_of_the_definition(tested, report):
     """All in one batch, with a greedy request and one of the whole distribution."""
     plain = [SamplingConfig(), SamplingConfig(temperature=0.0)]
     asked = [
@@ -46,7 +43,7 @@ async def test_every_cut_keeps_the_tokens_of_the_definition(tested: EngineUnderT
     assert over_all > 1e6 * over_sets
 
 
-async def test_kept_tokens_through_turns_aborts_and_an_update(tested: EngineUnderTest):
+async def test_kept_tokens_through_turns_aborts_and_an_update(tested):
     rollouts = [tested.rollout(name, cache_salt="v0", sampling=cut) for name, cut in CUTS.items()]
     await asyncio.gather(*(each.turn(tokens(20, seed=i), max_new_tokens=8) for i, each in enumerate(rollouts)))
     tasks = [tested.start(each.turn(tokens(9, seed=i), max_new_tokens=150)) for i, each in enumerate(rollouts)]
@@ -62,7 +59,7 @@ async def test_kept_tokens_through_turns_aborts_and_an_update(tested: EngineUnde
 
 
 @pytest.mark.parametrize("mode", ["keep-recompute", "keep-keep"])
-async def test_kept_tokens_of_requests_that_are_updated_in_flight(tested: EngineUnderTest, mode: str):
+async def test_kept_tokens_of_requests_that_are_updated_in_flight(tested, mode):
     rollouts = [tested.rollout(name, cache_salt="v0", sampling=cut) for name, cut in CUTS.items()]
     tasks = [tested.start(each.turn(tokens(20, seed=i), max_new_tokens=150)) for i, each in enumerate(rollouts)]
     await tested.until_sampled(30)
@@ -74,7 +71,7 @@ async def test_kept_tokens_of_requests_that_are_updated_in_flight(tested: Engine
         assert_kept(tested, rollout)
 
 
-def assert_kept(tested: EngineUnderTest, rollout: Rollout) -> None:
+def assert_kept(tested, rollout):
     """The trajectory has the kept set of each answered token at its position, and no other set."""
     exchanges = [exchange for exchange in tested.of_session(rollout.name) if sampled_of(exchange)]
     assert_merged(rollout.trajectory, exchanges)

@@ -1,15 +1,12 @@
 """Random schedules of aborts and updates under decodes that do not fit the cache."""
 
-from __future__ import annotations
-
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
 from tests.conformance.checks import assert_whole, versions_of
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts
+from tests.conformance.engines import MARKS, WITH_KV, prompts
 from tests.conformance.probes import SglangProbe
 
 pytestmark = [*MARKS, WITH_KV]
@@ -21,7 +18,7 @@ MODES = {"append": ["resume"], "force": ["resume", "keep-recompute", "keep-recom
 
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize(("resume_routing", "seed"), [("append", 0), ("force", 1), ("force", 2)])
-async def test_rows_are_true_under_random_aborts_and_updates(tested: EngineUnderTest, resume_routing: Any, seed: int):
+async def test_rows_are_true_under_random_aborts_and_updates(tested, resume_routing, seed):
     chance = random.Random(seed)
     rollouts, tasks = tested.start_rollouts(
         prompts(10, length=15, step=9), max_new_tokens=150, resume_routing=resume_routing, cache_salt="v0"

@@ -6,15 +6,11 @@ What is trained is what a tap at the engines saw. In the environment:
     KILLS=5                    so many times processes of engines are killed; without it twice, and of the fake alone
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -25,15 +21,14 @@ from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
-from agent_loop.programs.program import ModelAccess, ProgramLoop
+from agent_loop.programs.program import ProgramLoop
 from async_rl.inference.sglang.engine import start_sglang
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, build_tokenizer
 from tests.conformance.checks import assert_true, sampled_of
-from tests.conformance.conftest import Report
-from tests.conformance.engines import MARKS, VOCAB, Exchange
+from tests.conformance.engines import MARKS, VOCAB
 from tests.conformance.probes import CountingScript
-from tests.conformance.served import VLLM, Models, fake_under_test, start_vllm, under_test
+from tests.conformance.served import VLLM, fake_under_test, start_vllm, under_test
 from tests.conformance.sglang_support import config as sglang_config
 from tests.conformance.tapped import TappedPool, taken_of
 from tests.helpers.agents import LossyNetwork, RandomAgent, over_http
@@ -51,11 +46,10 @@ CHAT = Chat(TOKENIZER, end_of_turn=END_OF_TURN, stop_tokens=LETTERS)  # an untra
 PROMPT = Prompt(index=0, messages=(Message(role="user", content="1+2"),), target={})
 LIMITS = TurnLimits(max_turns=40, max_tokens=400, max_refused_answers=0)
 NEW_PATHS = ("edit", "compact", "ask_sub_agent", "ask_twice")
-Found = tuple[str, Models | None, Any]
 
 
 @pytest.fixture(params=["fake", "vllm", "sglang"])
-def found(request: pytest.FixtureRequest) -> Found:
+def found(request):
     """Name of an engine, its models, and the replica of the package if none is killed."""
     name, value = request.param, request.getfixturevalue
     if name == "fake":
@@ -66,11 +60,11 @@ def found(request: pytest.FixtureRequest) -> Found:
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def replicas(found: Found, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TappedPool]:
+async def replicas(found, monkeypatch):
     """Replicas that serve version 0."""
     engine, models, shared = found
 
-    async def start(name: str) -> Any:
+    async def start(name):
         if models is None:
             return FakeEngine(CountingScript(vocab_size=VOCAB), name=name)
         if engine == "vllm":
@@ -87,13 +81,9 @@ async def replicas(found: Found, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 class Rollout:
-    """A rollout and its agent.
+    """A rollout and its agent, whose seed is `number`."""
 
-    Args:
-        number: seed of the agent.
-    """
-
-    def __init__(self, number: int, *, replicas: TappedPool, sessions: Sessions) -> None:
+    def __init__(self, number, *, replicas, sessions):
         self.name = f"session-{number}"
         self.trajectory = Trajectory(
             routing=replicas.tested.routing, resume_routing="append" if number % 2 else "force"
@@ -111,18 +101,17 @@ class Rollout:
             sampling=SamplingConfig(),
         )
 
-    async def run(self) -> None:
-        """Roll it out."""
+    async def run(self):
         await self._loop.run(PROMPT, trajectory=self.trajectory, session=self.name, cache_salt=self.name)
 
-    async def _act(self, prompt: Prompt, access: ModelAccess) -> float:
+    async def _act(self, prompt, access):
         chance = random.Random(self.name)
         async with over_http(access, self.network, chance=random.Random(f"API of {self.name}")) as answer:
             self.agent = RandomAgent(answer, chance=chance, max_tokens=24)
             await self.agent.run(chance.randint(2, 6))
         return 1.0
 
-    def check(self, answered: dict[str, list[Exchange]]) -> list[Exchange]:
+    def check(self, answered):
         """As `taken_of`; also each call was sampled once, and only rewritten or cut conversations made new paths."""
         exchanges = taken_of(self.trajectory, name=self.name, answered=answered)
         info, acts = self.trajectory.info, Counter(self.agent.acts)
@@ -134,13 +123,13 @@ class Rollout:
         return exchanges
 
 
-async def test_sessions_train_what_the_engines_saw(replicas: TappedPool, found: Found, report: Report):
+async def test_sessions_train_what_the_engines_saw(replicas, found, report):
     kills = int(KILLS or 2 * (found[0] == "fake"))
     due = {(2 * kill + 1) * SESSIONS // (2 * kills) for kill in range(kills)}
     sums, started, chance = Counter[str](), time.monotonic(), random.Random(f"disturbances {FIRST}")
     numbers, sessions = iter(range(FIRST, FIRST + SESSIONS)), Sessions(EndpointConfig())
 
-    async def roll() -> None:
+    async def roll():
         for number in numbers:
             rollout = Rollout(number, replicas=replicas, sessions=sessions)
             await rollout.run()

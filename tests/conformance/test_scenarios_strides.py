@@ -1,9 +1,6 @@
 """A turn in several requests gives the result of one, and each request finds the ones before in the prefix cache."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -11,21 +8,21 @@ from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
 from tests.conformance.checks import assert_whole, gaps_under_own_rows, sampled_of, versions_of
-from tests.conformance.engines import MARKS, WITH_KV, EngineUnderTest, prompts, tokens
+from tests.conformance.engines import MARKS, WITH_KV, prompts, tokens
 from tests.conformance.probes import SglangProbe
 
 pytestmark = MARKS
 ROUTING = pytest.mark.parametrize("resume_routing", ["append", "force"])
 
 
-def cacheable(tested: EngineUnderTest, length: int) -> int:
+def cacheable(tested, length):
     """Tokens of a prompt of `length` that a cache can have: all full blocks, without the token that samples next."""
     block = 1 if isinstance(tested.probe, SglangProbe) else 32
     return (length - 1) // block * block
 
 
 @ROUTING
-async def test_a_turn_in_strides_has_true_rows_and_uses_its_prefix_cache(tested: EngineUnderTest, resume_routing: Any):
+async def test_a_turn_in_strides_has_true_rows_and_uses_its_prefix_cache(tested, resume_routing):
     rollout = tested.rollout("strides", resume_routing=resume_routing, cache_salt="v0", segment_tokens=50)
     assert await rollout.turn(tokens(40), max_new_tokens=170) is StopReason.LENGTH
     exchanges = tested.of_session("strides")
@@ -43,7 +40,7 @@ async def test_a_turn_in_strides_has_true_rows_and_uses_its_prefix_cache(tested:
 
 @ROUTING
 @pytest.mark.parametrize("mode", ["resume", "keep-recompute"])
-async def test_updates_between_and_inside_strides(tested: EngineUnderTest, resume_routing: Any, mode: str):
+async def test_updates_between_and_inside_strides(tested, resume_routing, mode):
     options = {"resume_routing": resume_routing, "cache_salt": "v0", "segment_tokens": 30}
     rollouts, tasks = tested.start_rollouts(prompts(3, step=15), max_new_tokens=130, **options)
     for more in (True, False):
@@ -61,7 +58,7 @@ async def test_updates_between_and_inside_strides(tested: EngineUnderTest, resum
 
 
 @WITH_KV
-async def test_strides_that_wait_for_a_place(tested: EngineUnderTest):
+async def test_strides_that_wait_for_a_place(tested):
     """32 requests run at once; an update between two strides is an abort, too."""
     rollouts, tasks = tested.start_rollouts(prompts(38), max_new_tokens=60, cache_salt="v0", segment_tokens=25)
     while not any(rollout.trajectory.segments for rollout in rollouts):  # noqa: ASYNC110 - no engine has an event for it

@@ -1,9 +1,6 @@
 """Trajectories of several turns: rows of tool replies, transferred rows, and every `resume_routing`."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +22,7 @@ from tests.conformance.checks import (
     sampled_of,
     versions_of,
 )
-from tests.conformance.conftest import Report
-from tests.conformance.engines import MARKS, EngineUnderTest, Rollout, tokens
+from tests.conformance.engines import MARKS, tokens
 from tests.conformance.reference import routing_mismatches
 from tests.conformance.served import VLLM
 from tests.helpers.dense import loss_mask, param_versions, row_versions
@@ -42,44 +38,38 @@ STOPS = tuple(range(3, 117, 8))  # so many ids end a turn that none runs into it
 class CallingChat(Chat):
     """Reads a call in every turn: a model of random weights writes none."""
 
-    def __init__(self, tool: FakeTool) -> None:
+    def __init__(self, tool):
         super().__init__(build_tokenizer(), end_of_turn=END_OF_TURN, tools=[describe_tool(tool)])
         self.stop_token_ids = (*self.stop_token_ids, *STOPS)
 
-    def text(self, turn: Any) -> str:
+    def text(self, turn):
         del turn
         return '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'
 
-    def finished(self, turn: Any) -> bool:
+    def finished(self, turn):
         return int(turn[-1]) in self.stop_token_ids
 
 
-def tool_loop(tested: EngineUnderTest, tool: FakeTool, *, max_turns: int) -> ToolUseLoop:
-    limits = TurnLimits(max_turns=max_turns, max_tokens=480, tool_timeout_s=30, generate_timeout_s=100)
-    return ToolUseLoop(
+async def roll(tested, name, tool, *, max_turns, resume_routing="append"):
+    loop = ToolUseLoop(
         engine=tested,
         chat=CallingChat(tool),
         tools=ToolRunner([tool], timeout_s=30),
         reward=FakeReward(),
-        limits=limits,
+        limits=TurnLimits(max_turns=max_turns, max_tokens=480, tool_timeout_s=30, generate_timeout_s=100),
         sampling=SamplingConfig(),
     )
-
-
-async def roll(
-    tested: EngineUnderTest, name: str, tool: FakeTool, *, max_turns: int, resume_routing: Any = "append"
-) -> Trajectory:
     trajectory = Trajectory(routing=tested.routing, resume_routing=resume_routing)
     prompt = Prompt(index=0, messages=(Message(role="user", content=f"what is {name}?"),))
-    await tool_loop(tested, tool, max_turns=max_turns).run(prompt, trajectory=trajectory, session=name, cache_salt="v0")
+    await loop.run(prompt, trajectory=trajectory, session=name, cache_salt="v0")
     return trajectory
 
 
-async def test_tool_tokens_have_the_rows_of_their_first_forward(tested: EngineUnderTest):
+async def test_tool_tokens_have_the_rows_of_their_first_forward(tested):
     """An update falls into the tool phase: the rows of the tool's reply are of the weights after it."""
     tool = FakeTool(behave=lambda _: "forty-two")
 
-    async def update_in_the_tool_phase() -> None:
+    async def update_in_the_tool_phase():
         await tool.started.wait()
         await tested.publish("resume")
 
@@ -108,9 +98,7 @@ async def test_tool_tokens_have_the_rows_of_their_first_forward(tested: EngineUn
     [("append", ("resume", "drain", "resume")), ("force", ("resume", "keep-recompute", "resume"))],
     ids=["append", "force"],
 )
-async def test_several_tool_users_of_one_prompt_over_updates_in_flight(
-    tested: EngineUnderTest, resume_routing: Any, modes: tuple[str, ...]
-):
+async def test_several_tool_users_of_one_prompt_over_updates_in_flight(tested, resume_routing, modes):
     tool = FakeTool(behave=lambda _: "yes", seconds=0.01)
     tasks = [
         tested.start(roll(tested, f"user-{i}", tool, max_turns=5, resume_routing=resume_routing)) for i in range(4)
@@ -125,7 +113,7 @@ async def test_several_tool_users_of_one_prompt_over_updates_in_flight(
     assert_true(tested, tested.exchanges)
 
 
-async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
+async def ten_turns(tested, rollout):
     """Ten turns, aborted in five; every second abort comes with new weights."""
     for turn in range(10):
         observation = tokens(20 if not turn else 5, seed=turn)
@@ -138,7 +126,7 @@ async def ten_turns(tested: EngineUnderTest, rollout: Rollout) -> None:
         await task
 
 
-async def test_ten_turns_with_five_resumes_send_each_row_once(tested: EngineUnderTest, report: Report):
+async def test_ten_turns_with_five_resumes_send_each_row_once(tested, report):
     rollout = tested.rollout("ten-turns", cache_salt="v0")
     await ten_turns(tested, rollout)
     trajectory, exchanges = rollout.trajectory, tested.of_session("ten-turns")
@@ -150,8 +138,6 @@ async def test_ten_turns_with_five_resumes_send_each_row_once(tested: EngineUnde
     trajectory.close(stop_reason=StopReason.STOP, reward=1.0)
     again = await stored(trajectory)
     held, read = trajectory.sequences()[-1].routed_experts, again.sequences()[-1].routed_experts
-    assert held is not None
-    assert read is not None
     assert read.tolist() == held.tolist()
     moe_layers, top_k = tested.routing.row_shape
     row_bytes = sum(s.routed_experts.experts.nbytes for s in again.segments if s.routed_experts is not None)
@@ -163,7 +149,7 @@ async def test_ten_turns_with_five_resumes_send_each_row_once(tested: EngineUnde
 
 
 @pytest.mark.parametrize("resume_routing", ["append", "force", "replace", "split"])
-async def test_rows_of_a_reforwarded_prefix_by_resume_routing(tested: EngineUnderTest, resume_routing: Any):
+async def test_rows_of_a_reforwarded_prefix_by_resume_routing(tested, resume_routing):
     rollout = tested.rollout("routing", resume_routing=resume_routing, cache_salt="v0")
     task = tested.start(rollout.turn(tokens(40), max_new_tokens=200))
     for more in (True, False):
@@ -186,7 +172,6 @@ async def test_rows_of_a_reforwarded_prefix_by_resume_routing(tested: EngineUnde
             assert_merged(trajectory, exchanges)
             last = tested.truth([(2, len(trajectory))], trajectory.token_ids(), forced=None)
             rows = trajectory.sequences()[-1].routed_experts
-            assert rows is not None
             assert routing_mismatches(last, rows[:-1], start=0) == 0
             assert gaps[0][2] <= 1
         case _:

@@ -1,9 +1,6 @@
 """From a request to vLLM and SGLang, and from an answer to segments: malformed ones are refused. Needs no engine."""
 
-from __future__ import annotations
-
 import base64
-import itertools
 import json
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -11,8 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest, SamplingConfig
 from async_rl.inference.checks import check_request, weight_label
@@ -21,7 +16,7 @@ from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.inference.vllm import segment as vllm
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
-from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, WeightVersion
 from tests.helpers.groups import sets_of
 
 ROUTING = RoutingSpec(layers=(1, 3), num_experts=8, top_k=2)
@@ -47,13 +42,13 @@ class Answer:
     kept: Any = None
     """Kept tokens of each sampled one."""
 
-    def all_layers(self) -> Any:
+    def all_layers(self):
         """As engines send them: dense layers are zeros."""
         rows = np.zeros((len(self.experts), 4, self.experts.shape[-1]), np.int32)
         rows[:, [1, 3]] = self.experts
         return rows
 
-    def for_vllm(self) -> Any:
+    def for_vllm(self):
         spans = [SimpleNamespace(version=v, start=start, end=end) for v, start, end in self.spans or ()]
         completion = SimpleNamespace(
             token_ids=list(self.token_ids),
@@ -65,7 +60,7 @@ class Answer:
         )
         return SimpleNamespace(outputs=[completion])
 
-    def for_sglang(self) -> Any:
+    def for_sglang(self):
         meta = {
             "finish_reason": {"type": self.reason},
             "output_token_logprobs": [[p, token, None] for p, token in zip(self.logprobs, self.scored, strict=False)],
@@ -80,21 +75,19 @@ class Answer:
         return {"output_ids": list(self.token_ids), "meta_info": meta}
 
 
-def encoded(experts: Any, *, dtype: Any = "<i4") -> str:
+def encoded(experts, *, dtype="<i4"):
     return base64.b64encode(np.ascontiguousarray(experts, dtype=dtype).tobytes()).decode()
 
 
 ABORTED = Answer(token_ids=(), logprobs=(), scored=(), experts=None, spans=(), reason="abort")
 
 
-def request_of(**fields: Any) -> GenerateRequest:
+def request_of(**fields):
     good = {"request_id": "a#0.", "token_ids": TOKENS, "max_new_tokens": 9, "existing_rows": 2}
     return GenerateRequest(**(good | fields))
 
 
-def translate(
-    engine: str, answer: Answer, *, raw: Any = None, routing: RoutingSpec | None = ROUTING, **fields: Any
-) -> list[TokenOutput]:
+def translate(engine, answer, *, raw=None, routing=ROUTING, **fields):
     """raw: the encoded answer, if it is another one."""
     module, given = (vllm, answer.for_vllm()) if engine == "vllm" else (sglang, answer.for_sglang())
     return module.to_segments(
@@ -109,21 +102,23 @@ def translate(
 
 
 @ENGINES
-def test_rows_are_those_of_the_moe_layers_from_the_first_missing_position(engine: str):
+def test_rows_are_those_of_the_moe_layers_from_the_first_missing_position(engine):
     [segment] = translate(engine, Answer())
     assert segment.token_ids.tolist() == [7, 8, 9]
     assert segment.logprobs.tolist() == [-0.5, -1.0, -2.0]
-    assert segment.routed_experts is not None
     assert (segment.routed_experts.first_position, segment.routed_experts.end_position) == (2, 7)
     assert segment.routed_experts.experts.tolist() == EXPERTS.tolist()
     assert segment.routed_experts.experts.dtype == np.uint8
     assert (segment.stop_reason, segment.weights, segment.replica) == (StopReason.STOP, OLD, "replica-0")
+    first, second = translate(engine, Answer(spans=((weight_label(OLD), 0, 1), (weight_label(NEW), 1, 3))))
+    assert (len(first), first.weights, first.stop_reason) == (1, OLD, StopReason.ABORT)
+    assert (len(second), second.weights, second.stop_reason) == (2, NEW, StopReason.STOP)
     [segment] = translate(engine, Answer(experts=None), routing=None)
     assert segment.routed_experts is None
 
 
 @ENGINES
-def test_an_abort_before_the_first_token_has_no_rows_and_no_sets(engine: str):
+def test_an_abort_before_the_first_token_has_no_rows_and_no_sets(engine):
     [segment] = translate(engine, ABORTED)
     assert (len(segment), segment.routed_experts, segment.stop_reason) == (0, None, StopReason.ABORT)
     assert segment.weights == NEW
@@ -134,12 +129,11 @@ def test_an_abort_before_the_first_token_has_no_rows_and_no_sets(engine: str):
 def test_more_than_256_experts_are_two_bytes_wide():
     routing = RoutingSpec(layers=(1, 3), num_experts=300, top_k=2)
     [segment] = translate("sglang", Answer(experts=EXPERTS + 290), routing=routing)
-    assert segment.routed_experts is not None
     assert segment.routed_experts.experts.dtype == np.uint16
 
 
 NAN = float("nan")
-MALFORMED: list[tuple[str, dict[str, Any]]] = [
+MALFORMED = [
     ("finish_reason", {"reason": "eviction"}),
     ("_ids", {"token_ids": (7, 8, 60), "scored": (7, 8, 60)}),
     ("_ids", {"token_ids": (7, 8, -1), "scored": (7, 8, -1)}),
@@ -167,41 +161,36 @@ MALFORMED: list[tuple[str, dict[str, Any]]] = [
 
 @ENGINES
 @pytest.mark.parametrize(("field", "changes"), MALFORMED)
-def test_a_malformed_answer_names_the_field(engine: str, field: str, changes: dict[str, Any]):
+def test_a_malformed_answer_names_the_field(engine, field, changes):
     with pytest.raises(ContractError, match=field):
         translate(engine, replace(Answer(), **changes))
 
 
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("finish_reason", {"finish_reason": None}),
-        ("finish_reason", {"finish_reason": {"type": "length"}}),  # after 3 tokens; the request is for 9
-        ("output_token_logprobs", {"output_token_logprobs": None}),
-        ("output_token_logprobs", {"output_token_logprobs": [[-0.5, 7], [-1.0, 8], None]}),
-        ("routed_experts", {"routed_experts": "!"}),
-        ("routed_experts", {"routed_experts": encoded([1, 2, 3], dtype=np.uint8)}),
-        ("routed_experts", {"routed_experts": encoded(EXPERTS)}),
-        ("dense layers", {"routed_experts": encoded(np.tile(EXPERTS, (1, 1, 2)))}),
-        ("version", {"weight_versions": ["3:d"]}),
-    ],
-)
-def test_a_malformed_sglang_answer_names_the_field(field: str, changes: dict[str, Any]):
+def sglang_answer(**meta):
+    """A good answer but for `meta`."""
     answer = Answer().for_sglang()
-    with pytest.raises(ContractError, match=field):
-        translate("sglang", Answer(), raw={**answer, "meta_info": {**answer["meta_info"], **changes}})
+    return {**answer, "meta_info": {**answer["meta_info"], **meta}}
 
 
 @pytest.mark.parametrize(
-    ("field", "whole"),
+    ("field", "answer"),
     [
+        ("finish_reason", sglang_answer(finish_reason=None)),
+        ("finish_reason", sglang_answer(finish_reason={"type": "length"})),  # after 3 tokens; the request is for 9
+        ("output_token_logprobs", sglang_answer(output_token_logprobs=None)),
+        ("output_token_logprobs", sglang_answer(output_token_logprobs=[[-0.5, 7], [-1.0, 8], None])),
+        ("routed_experts", sglang_answer(routed_experts="!")),
+        ("routed_experts", sglang_answer(routed_experts=encoded([1, 2, 3], dtype=np.uint8))),
+        ("routed_experts", sglang_answer(routed_experts=encoded(EXPERTS))),
+        ("dense layers", sglang_answer(routed_experts=encoded(np.tile(EXPERTS, (1, 1, 2))))),
+        ("version", sglang_answer(weight_versions=["3:d"])),
         *(("meta_info", whole) for whole in ([], "text", {"output_ids": [7]}, {"meta_info": 3, "output_ids": [7]})),
-        *(("output_ids", Answer().for_sglang() | {"output_ids": output_ids}) for output_ids in (None, [])),
+        *(("output_ids", {**sglang_answer(), "output_ids": output_ids}) for output_ids in (None, [])),
     ],
 )
-def test_an_sglang_answer_of_another_form_names_the_field(field: str, whole: Any):
+def test_a_malformed_sglang_answer_names_the_field(field, answer):
     with pytest.raises(ContractError, match=field):
-        translate("sglang", Answer(), raw=whole)
+        translate("sglang", Answer(), raw=answer)
 
 
 def test_a_vllm_answer_has_one_completion_with_flat_logprobs_of_all_layers():
@@ -215,7 +204,7 @@ def test_a_vllm_answer_has_one_completion_with_flat_logprobs_of_all_layers():
 
 
 @ENGINES
-def test_forced_rows_that_come_back_otherwise_are_refused(engine: str):
+def test_forced_rows_that_come_back_otherwise_are_refused(engine):
     rows = np.zeros((5, 2, 2), np.uint8)
     rows[2:], rows[:2, :, 1] = EXPERTS[:3], 1
     translate(engine, Answer(), forced_experts=RoutedExperts(first_position=0, experts=rows[:4]))
@@ -229,7 +218,7 @@ def test_forced_rows_that_come_back_otherwise_are_refused(engine: str):
 
 
 @ENGINES
-def test_kept_tokens_are_those_of_each_sampled_token(engine: str):
+def test_kept_tokens_are_those_of_each_sampled_token(engine):
     answer = Answer(kept=[[7, 49, 3], [8], [9, 0]])
     [segment] = translate(engine, answer, sampling=SamplingConfig(top_k=3))
     assert sets_of(segment.support) == [[3, 7, 49], [8], [0, 9]]
@@ -259,35 +248,16 @@ LAST_KEPT = {
 
 @ENGINES
 @pytest.mark.parametrize("last", [None, "too few", *LAST_KEPT])
-def test_kept_tokens_that_a_token_cannot_come_from_are_refused(engine: str, last: str | None):
+def test_kept_tokens_that_a_token_cannot_come_from_are_refused(engine, last):
     kept = [[7, 49], [8, 49], *([LAST_KEPT[last]] if last in LAST_KEPT else [])]
     with pytest.raises(ContractError, match=r"[sS]upport|sampling_mask"):
         translate(engine, Answer(kept=None if last is None else kept), sampling=SamplingConfig(top_p=0.5))
 
 
-@ENGINES
-@given(held=st.integers(0, 4), count=st.integers(1, 9), data=st.data())
-def test_any_split_into_versions_gives_every_token_and_row_once(engine: str, held: int, count: int, data: Any):
-    cuts = sorted(data.draw(st.sets(st.integers(1, count - 1), max_size=4))) if count > 1 else []
-    versions = itertools.cycle([OLD, NEW])
-    spans = [(weight_label(next(versions)), *span) for span in itertools.pairwise([0, *cuts, count])]
-    rows = np.arange((5 + count - 1 - held) * 4).reshape(-1, 2, 2) % 8
-    ids = range(count)
-    answer = Answer(token_ids=ids, scored=ids, logprobs=[-1.0] * count, experts=rows, spans=spans)
-    segments = translate(engine, answer, existing_rows=held)
-    assert np.concatenate([s.token_ids for s in segments]).tolist() == list(ids)
-    parts = [s.routed_experts for s in segments if s.routed_experts is not None]
-    assert np.concatenate([p.experts for p in parts]).tolist() == rows.tolist()
-    assert [p.first_position for p in parts] == [held, *(p.end_position for p in parts[:-1])]
-    assert [len(s) for s in segments] == [end - start for _, start, end in spans]
-    assert [weight_label(s.weights) for s in segments] == [label for label, _, _ in spans]
-    assert [s.stop_reason for s in segments] == [StopReason.ABORT] * len(cuts) + [StopReason.STOP]
-
-
 # ---- requests
 
 
-def forced(count: int, *, first_position: int = 0) -> RoutedExperts:
+def forced(count, *, first_position=0):
     experts = np.tile(np.array([[1, 2], [5, 4]], np.uint8), (count, 1, 1))
     return RoutedExperts(first_position=first_position, experts=experts)
 
@@ -305,7 +275,7 @@ def forced(count: int, *, first_position: int = 0) -> RoutedExperts:
         ("shape", {"forced_experts": RoutedExperts(first_position=0, experts=np.zeros((1, 3, 1), np.uint8))}, ROUTING),
     ],
 )
-def test_a_request_that_cannot_be_served_names_the_field(field: str, fields: Any, routing: RoutingSpec | None):
+def test_a_request_that_cannot_be_served_names_the_field(field, fields, routing):
     check_request(request_of(forced_experts=forced(4)), info=INFO, routing=ROUTING)
     with pytest.raises(ContractError, match=field):
         check_request(request_of(**fields), info=INFO, routing=routing)
@@ -314,7 +284,7 @@ def test_a_request_that_cannot_be_served_names_the_field(field: str, fields: Any
 def test_a_request_that_sglang_would_cut_short_names_the_field():
     wide = replace(INFO, vocab_size=150_000)
 
-    def check(*, max_new_tokens: int = 9, **cut: Any) -> None:
+    def check(*, max_new_tokens=9, **cut):
         ask = request_of(max_new_tokens=max_new_tokens, sampling=SamplingConfig(**cut))
         sglang.check_generate(ask, info=wide, routing=ROUTING, max_model_len=64)
 
@@ -326,7 +296,7 @@ def test_a_request_that_sglang_would_cut_short_names_the_field():
         check(**cut)
 
 
-def body(**fields: Any) -> dict[str, Any]:
+def body(**fields):
     made = sglang.generate_body(request_of(**fields), info=INFO, routing=ROUTING)
     json.dumps(made)
     return made
@@ -351,7 +321,7 @@ def test_a_request_to_sglang_asks_for_missing_rows_only():
         ({"top_p": 0.5, "temperature": 0.0}, -1, -1),
     ],
 )
-def test_an_engine_gets_a_top_k_if_and_only_if_a_request_is_cut(cut: Any, of_vllm: int, of_sglang: int):
+def test_an_engine_gets_a_top_k_if_and_only_if_a_request_is_cut(cut, of_vllm, of_sglang):
     sampling = SamplingConfig(**cut)
     assert vllm._top_k(request_of(sampling=sampling), INFO) == of_vllm
     made = body(sampling=sampling)
@@ -360,8 +330,8 @@ def test_an_engine_gets_a_top_k_if_and_only_if_a_request_is_cut(cut: Any, of_vll
 
 
 def test_a_forced_request_shares_its_prefix_cache_with_its_session_alone():
-    def salts(session: str, request_id: str, rows: RoutedExperts | None) -> tuple[str, str]:
-        fields: Any = {"request_id": request_id, "session": session, "cache_salt": "group", "forced_experts": rows}
+    def salts(session, request_id, rows):
+        fields = {"request_id": request_id, "session": session, "cache_salt": "group", "forced_experts": rows}
         ask = request_of(**fields)
         return vllm.cache_salt(ask, forced=[] if rows is None else [rows]), body(**fields)["extra_key"]
 
@@ -379,7 +349,6 @@ def test_a_request_to_sglang_without_rows_to_force_is_free():
 def test_forced_rows_travel_as_bytes_in_the_narrowest_type():
     assert vllm.forced_args([], ROUTING) is None
     args = vllm.forced_args([forced(2), forced(1, first_position=3)], ROUTING)
-    assert args is not None
     (blocks,) = args.values()
     assert [(b["start"], b["shape"], b["dtype"], len(b["rows"])) for b in blocks] == [
         (0, [2, 2, 2], "uint8", 8),
@@ -391,13 +360,13 @@ def test_forced_rows_travel_as_bytes_in_the_narrowest_type():
 
 
 def test_vllm_rows_recorded_so_far_have_their_positions():
-    def state(chunks: list[int], sampled: int) -> SimpleNamespace:
+    def state(chunks, sampled):
         rows = [np.arange(n * 8, dtype=np.uint8).reshape(n, 4, 2) % 8 for n in chunks]
         detokenizer = SimpleNamespace(num_output_tokens=lambda: sampled)
         return SimpleNamespace(routed_experts_chunks=rows, prompt_len=5, detokenizer=detokenizer)
 
     states = {"waiting": state([], 0), "whole": state([5, 1], 2), "delta": state([2, 1, 1], 3)}
-    engine: Any = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
     found = vllm.recorded_rows(engine, ROUTING)
     assert {name: (rows["start"], rows["shape"]) for name, rows in found.items()} == {
         "whole": (0, [6, 2, 2]),

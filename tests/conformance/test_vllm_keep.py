@@ -1,15 +1,12 @@
 """Updates of vLLM that meet requests between two prefills, at a border, in the queue, or without room for K/V."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np
 import pytest
 
-from async_rl.inference.gate import KVPolicy
 from tests.conformance.checks import gap_of, gap_of_late_start, gaps_of_segment, sampled_of, versions_of, whole
-from tests.conformance.engines import MARKS, ON_VLLM, EngineUnderTest, Exchange, prompts
+from tests.conformance.engines import MARKS, ON_VLLM, prompts
 from tests.conformance.reference import gap_with_rows
 from tests.conformance.served import VLLM
 
@@ -17,19 +14,19 @@ pytestmark = [*MARKS, ON_VLLM]
 KEEP = pytest.mark.parametrize("kv", ["keep", "recompute"])
 
 
-def start(tested: EngineUnderTest, asked: list[np.ndarray], *, budgets: list[int]) -> list[asyncio.Task[Exchange]]:
+def start(tested, asked, *, budgets):
     asks = enumerate(zip(asked, budgets, strict=True))
     return [tested.start(tested.ask(f"r-{i}", ids, max_new_tokens=budget)) for i, (ids, budget) in asks]
 
 
-def gap(tested: EngineUnderTest, exchange: Exchange) -> float:
+def gap(tested, exchange):
     """Of an answer that an update split, or that started after chunks of its prefill."""
     return gap_of(tested, exchange) if len(exchange.answer) > 1 else gap_of_late_start(tested, exchange)[0]
 
 
 @pytest.mark.parametrize("edge", ["first", "last"])
 @KEEP
-async def test_a_boundary_at_the_first_or_the_last_token(tested: EngineUnderTest, kv: KVPolicy, edge: str):
+async def test_a_boundary_at_the_first_or_the_last_token(tested, kv, edge):
     """Prefills one after another, or budgets that end one after another: one request is at the edge.
 
     The machine decides when the update comes, so a round without one there is repeated.
@@ -51,7 +48,7 @@ async def test_a_boundary_at_the_first_or_the_last_token(tested: EngineUnderTest
 
 
 @KEEP
-async def test_an_update_under_a_chunked_prefill(tested: EngineUnderTest, kv: KVPolicy):
+async def test_an_update_under_a_chunked_prefill(tested, kv):
     """Weights 1 sample every token; with kept K/V the chunks before the update are of weights 0."""
     tasks = start(tested, prompts(8, length=400, step=3), budgets=[60] * 8)
     await tested.until_sampled(2)
@@ -69,7 +66,7 @@ async def test_an_update_under_a_chunked_prefill(tested: EngineUnderTest, kv: KV
 
 
 @KEEP
-async def test_requests_that_wait_for_a_place_start_under_the_new_weights(tested: EngineUnderTest, kv: KVPolicy):
+async def test_requests_that_wait_for_a_place_start_under_the_new_weights(tested, kv):
     tasks = start(tested, prompts(VLLM.max_num_seqs + 8), budgets=[60] * (VLLM.max_num_seqs + 8))
     await tested.until_sampled(64)
     assert (await tested.publish(f"keep-{kv}")).frozen == len(tasks)
@@ -81,7 +78,7 @@ async def test_requests_that_wait_for_a_place_start_under_the_new_weights(tested
 
 
 @KEEP
-async def test_an_update_if_not_all_requests_fit_in_memory(tested: EngineUnderTest, kv: KVPolicy):
+async def test_an_update_if_not_all_requests_fit_in_memory(tested, kv):
     """The engine preempts before and after the update."""
     tasks = start(tested, prompts(40, step=7), budgets=[80] * 40)
     await tested.until_sampled(600)
@@ -101,7 +98,7 @@ async def test_an_update_if_not_all_requests_fit_in_memory(tested: EngineUnderTe
     assert preempted >= 1 if kv == "keep" else preempted == 0
 
 
-def gap_after_preemption(tested: EngineUnderTest, exchange: Exchange, since: int) -> float:
+def gap_after_preemption(tested, exchange, since):
     """|dlogp| over its bound of the second segment from its token `since` on, if some blocks of K/V were left.
 
     The second weights then recomputed the K/V, under all rows recorded until then.
@@ -110,7 +107,7 @@ def gap_after_preemption(tested: EngineUnderTest, exchange: Exchange, since: int
     rows = np.concatenate([s.routed_experts.experts for s in exchange.answer if s.routed_experts is not None])
     cut = len(ids) - len(second)
     start, logprobs = cut + since, second.logprobs[since:]
-    gaps: list[float] = []
+    gaps = []
     for cached in range(0, start, 32):
         parts = [(0, min(cached, cut - 1)), (1, len(ids))]
         expected = tested.truth(parts, ids, forced=rows[: start - 1])

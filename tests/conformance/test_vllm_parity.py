@@ -1,29 +1,24 @@
 """vLLM alone: one trajectory with all its interruptions, seeded sampling, and models whose routers cannot be forced."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import pytest
 
 from message_queue.errors import EngineError
 from tests.conformance.checks import assert_true, assert_whole, versions_of
-from tests.conformance.engines import MARKS, ON_VLLM, EngineUnderTest, tokens
+from tests.conformance.engines import MARKS, ON_VLLM, tokens
 
 pytestmark = [*MARKS, ON_VLLM]
 
 
-async def test_only_rows_that_are_not_held_leave_the_engine_process(
-    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
-):
+async def test_only_rows_that_are_not_held_leave_the_engine_process(tested, monkeypatch):
     """Ten turns with four aborts under forced routing: T - 1 rows in all, each position once."""
-    crossed: list[int] = []
-    replica: Any = tested.replica
+    crossed = []
+    replica = tested.replica
     processor = replica.backend.engine.output_processor
     process, known = processor.process_outputs, processor.request_states  # an abort drops a late token with its row
 
-    def spy(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def spy(outputs, *args, **kwargs):
         crossed.extend(len(o.routed_experts) for o in outputs if o.routed_experts is not None and o.request_id in known)
         return process(outputs, *args, **kwargs)
 
@@ -41,10 +36,10 @@ async def test_only_rows_that_are_not_held_leave_the_engine_process(
     assert_whole(tested, rollout)
 
 
-async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(tested: EngineUnderTest):
+async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(tested):
     from vllm import SamplingParams
 
-    async def sample(name: str) -> tuple[list[int], int]:
+    async def sample(name):
         params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, detokenize=False)
         replica, last = tested.replica, None
         async for output in replica.backend.engine.generate(
@@ -59,10 +54,8 @@ async def test_a_seeded_request_survives_a_chunked_prefill_and_repeats(tested: E
     assert chunked == whole, "discarded samples do not advance the seed"
 
 
-async def test_kv_is_kept_but_not_recomputed_if_no_router_can_be_forced(
-    tested: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
-):
-    backend: Any = tested.replica.backend
+async def test_kv_is_kept_but_not_recomputed_if_no_router_can_be_forced(tested, monkeypatch):
+    backend = tested.replica.backend
     task = tested.start(tested.ask("unforcible", tokens(20), max_new_tokens=60))
     await tested.until_sampled(10)
     assert await tested.freeze() == 1

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 RECIPES = sorted((ROOT / "recipes").glob("*/README.md"))
-NOT_RUN = "<!-- not run -->"
-_FENCE = re.compile(
-    r'^(?P<before>[^\n]*)\n```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.M | re.S
-)
+_FENCE = re.compile(r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<code>.*?)^```$', re.M | re.S)
 
 _PROGRAMS = "async-rl|make|pip|ray|docker|sbatch|srun|kubectl|hf|git|cd|for|source|tensorboard|uv|curl|export|apt-get"
 _COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*((\S*/)?(python[\d.]*|{_PROGRAMS})|\.) ")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A fenced Python block."""
-
-    code: str
-    """Text of the block."""
-    title: str | None
-    """File that the block is; None for a script."""
-    run: bool
-    """Whether the tests run it."""
 
 
 def name_of(page: Path) -> str:
@@ -35,19 +19,14 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def blocks(text: str) -> list[Block]:
-    """The Python blocks of a page, in order."""
-    return [
-        Block(code=match["code"], title=match["title"], run=match["before"] != NOT_RUN)
-        for match in _FENCE.finditer(text)
-        if match["language"] in ("python", "py")
-    ]
+def blocks(text: str) -> list[tuple[str | None, str]]:
+    """(title or None, code) of the Python blocks of a page, in order."""
+    return [(match["title"], match["code"]) for match in _FENCE.finditer(text) if match["language"] in ("python", "py")]
 
 
 def module_of(page: str, title: str) -> str:
     """The block `title` of a page, in any language."""
-    (code,) = [match["code"] for match in _FENCE.finditer((ROOT / page).read_text()) if match["title"] == title]
-    return code
+    return titled((ROOT / page).read_text())[title]
 
 
 def titled(text: str) -> dict[str, str]:
@@ -77,7 +56,6 @@ def links(text: str) -> list[str]:
 
 def paths(text: str) -> list[str]:
     """Files and folders of the repository that a page names in backticks, by their path from its root."""
-    named = re.findall(
-        r"`((?:message_queue|agent_loop|async_rl|recipes|configs|benchmarks|tests|docs)/[\w./-]*)`", text
-    )
+    packages = "message_queue|agent_loop|async_rl|recipes|configs|benchmarks|tests|docs"
+    named = re.findall(rf"`((?:{packages})/[\w./-]*)`", text)
     return [path.rstrip("/") for path in named]

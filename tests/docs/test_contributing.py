@@ -25,14 +25,14 @@ norm = max(float(gradient.abs().max()) for gradient in gradients(trainer).values
 print(json.dumps({"loss": str(loss), "metrics": metrics, "gradient": norm}))
 """
 METRIC = """\
-import importlib.util, json
+import json, sys
+
+sys.path.insert(0, "docs/reference")
+import generate
 from async_rl.metrics.registry import batch_metrics
 from tests.helpers.groups import head_for
 from message_queue.trajectory import Admission
 
-spec = importlib.util.spec_from_file_location("generate", "docs/reference/generate.py")
-generate = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(generate)
 head = head_for(Admission(group=0, prompt=0, admitted_version=0, admitted_update=0))
 metrics = batch_metrics([head], staleness_tokens={0: 1})
 print(json.dumps({"page": generate.metrics_page(), "metrics": metrics}))

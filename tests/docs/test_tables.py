@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from async_rl import Task
-from async_rl.config import CONFIGS, RunConfig, load_config
+from async_rl.config import CONFIGS, RunConfig
 from async_rl.metrics.registry import METRICS
 from tests.docs.pages import ROOT
 
@@ -59,12 +59,6 @@ def messages_of_the_code() -> list[str]:
     return found
 
 
-def test_an_option_that_does_not_exist_is_noticed():
-    assert known_option("engine") and known_option("+cluster.rank_env.NCCL_DEBUG") and known_option("loss.clip_low")
-    assert known_option("engine.extra_args.block_size") and known_option("task.options.limit")
-    assert not known_option("trainer.rank") and not known_option("rollout.limits.turns") and not known_option("sed")
-
-
 @pytest.mark.parametrize("row", rows("coming_from.md", columns=2), ids=lambda row: row[0])
 def test_the_settings_here_of_a_table_exist(row):
     for code in in_code(row[1]):
@@ -77,11 +71,6 @@ def test_the_settings_here_of_a_table_exist(row):
                 assert (CONFIGS / key / f"{value}.yaml").is_file(), code
         elif re.fullmatch(r"[a-z_.]+", code) and code != "completion.stop_reason":
             assert known_option(code), code
-
-
-def test_the_settings_of_the_words_for_router_replay_are_accepted():
-    for value in ("none", "R2", "R3"):
-        assert load_config([f"trainer.router_replay={value}"]).trainer.router_replay == value
 
 
 def test_every_message_of_the_page_of_troubles_is_one_of_the_code():
@@ -111,12 +100,4 @@ def test_the_metrics_of_the_page_exist_and_every_family_is_there():
     for row in table:  # a key without its family is one of the family of the row
         short = {code for cell in row[1:] for code in in_code(cell) if re.fullmatch(r"[a-z_0-9]+", code)}
         kinds = [code.partition("/")[0] for code in in_code(row[0])]
-        assert all(any(f"{kind}/{name}" in METRICS for kind in kinds) or name in METRICS for name in short), (
-            row,
-            short,
-        )
-
-
-def test_the_first_metrics_are_ten():
-    first = (ROOT / "docs" / "metrics.md").read_text().partition("## By family")[0]
-    assert len([line for line in first.splitlines() if line.startswith("| `")]) == 10
+        assert short <= {key.rpartition("/")[2] for key in METRICS if key.partition("/")[0] in (*kinds, key)}, row

@@ -36,6 +36,13 @@ SMALL = (
     "validation.prompts=8",
     "cluster.stop_timeout_s=10",
 )
+SLOW = (  # for the tasks of slow turns
+    "rollout.groups_per_batch=2",
+    "rollout.limits.max_tokens=160",
+    "rollout.limits.max_new_tokens_per_turn=24",
+    "staleness.max_staleness=2",
+    "validation.prompts=0",
+)
 
 
 def begin(directory, *overrides, output=subprocess.PIPE, **options):
@@ -56,14 +63,29 @@ def start(directory, warm_starts, *overrides, **options):
     return begin(directory, f"warm_start.cache={warm_starts}", *SMALL, *overrides, **options)
 
 
-def finish(process, *, timeout_s=800):
-    """Output of a run that ends by itself within `timeout_s`; a run that does not end is killed, and shown."""
+def finish(process, *, code=0, timeout_s=800):
+    """Output of a run that ends by itself with the exit status `code`; a run that does not end is killed, and shown."""
     try:
-        return process.communicate(timeout=timeout_s)[0]
+        output = process.communicate(timeout=timeout_s)[0]
     except subprocess.TimeoutExpired:
         each(tree_of(process), lambda one: one.kill())
         output = process.communicate()[0]
-    raise AssertionError(f"the run did not end within {timeout_s} s; its output:\n{output}")
+        raise AssertionError(f"the run did not end within {timeout_s} s; its output:\n{output}") from None
+    assert process.returncode == code, output
+    return output
+
+
+def complete(directory, warm_starts, *overrides, code=0, **options):
+    """Output of a small run that ends by itself. options: of the process."""
+    return finish(start(directory, warm_starts, *overrides, **options), code=code)
+
+
+def python(*arguments, code=0, **options):
+    """`python ARGUMENTS`, ended with the exit status `code`, with its output. options: of the process."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, **options)
+    assert done.returncode == code, done.stdout[-4000:] + done.stderr[-4000:]
+    return done
 
 
 def lines(directory, name):
@@ -184,15 +206,13 @@ def each(processes, do):
 # ---- journals
 
 
-def read_journal(directory, copy, *, config, checkpoint):
-    """The groups in flight of a run, read from a copy: (Restored, group -> content).
-
-    checkpoint: warm start's checkpoint. config: run's config.
-    """
+def read_journal(directory, copy, *, config, warm_starts):
+    """The groups in flight of a run with this config, read from a copy: (Restored, group -> content)."""
+    (model,) = warm_starts.glob("*/config.json")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(directory, copy, ignore=shutil.ignore_patterns("*.lock", "*.partial", "tensorboard"))
     config = replace(config, output_dir=copy)
-    return asyncio.run(_read(config, routing=read_model_info(checkpoint).routing))
+    return asyncio.run(_read(config, routing=read_model_info(model.parent).routing))
 
 
 async def _read(config, *, routing):
@@ -213,10 +233,10 @@ async def _read(config, *, routing):
     return restored, stored.groups
 
 
-def peek(directory, copy, *, config, checkpoint):
-    """The groups in flight of a living run; None if files changed while they were copied."""
+def peek(directory, copy, **run):
+    """As `read_journal`, of a living run; None if files changed while they were copied, or are not there yet."""
     try:
-        return read_journal(directory, copy, config=config, checkpoint=checkpoint)
+        return read_journal(directory, copy, **run)
     except (OSError, JournalError, QueueError, ValueError, KeyError, shutil.Error):
         return None
 

@@ -1,7 +1,5 @@
 """Variants of the calculator task for runs of tests: every step trains, and much is in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from tests.e2e.runs import check_records, finish, lines, pids, start, wait_for_step
+from tests.e2e.runs import check_records, complete, finish, lines, pids, start, wait_for_step
 from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000)]
@@ -17,17 +17,14 @@ def test_a_full_disk_ends_a_run_and_costs_no_group(tmp_path):
     room = max(path.stat().st_size for path in directory.glob("journal/content/*.data")) + 20_000
     worker = psutil.Process(pids(directory)["worker-0"])
     worker.rlimit(psutil.RLIMIT_FSIZE, (room, room))  # no file of the process grows further
-    output = finish(process)
-    assert process.returncode == 1, output
+    output = finish(process, code=1)
     # content has no room, or SQLite, whose index reached the limit first, calls it an I/O error
     named = [line for line in output.splitlines()[-4:] if "journal/content" in line]
     assert any("room" in line or "disk I/O error" in line for line in named), output
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl") if line.get("outcome") == "trained"}
 
     steps_before = len(lines(directory, "metrics.jsonl"))
-    process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={steps_before + 2}")
-    output = finish(process)
-    assert process.returncode == 0, output
+    complete(directory, warm_starts, *OVERRIDES, f"total_train_steps={steps_before + 2}")
     check_records(directory, steps=steps_before + 2, staleness=1, trained=2 * steps_before + 4, dropped=0)
     after = {line["group"]: line.get("train_step") for line in lines(directory, "ledger.jsonl") if "group" in line}
     assert {g: after[g] for g in before} == {g: line["train_step"] for g, line in before.items()}

@@ -3,8 +3,6 @@
 The scenario runs in a separate process (this module as a script): that the process can end is part of the test.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -13,10 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -57,11 +53,11 @@ CALLS = ("running", "held", "later", "pause", "freeze", "resume", "load")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory):
     return save_checkpoint(qwen3_dense_config(), tmp_path_factory.mktemp("dense"), seed=0)
 
 
-def command(engine: str, *arguments: object) -> tuple[list[str], dict[str, str]]:
+def command(engine, *arguments):
     """Command and environment of the scenario."""
     if engine == "sglang":
         require_sglang()
@@ -74,9 +70,7 @@ def command(engine: str, *arguments: object) -> tuple[list[str], dict[str, str]]
     ("engine", "victim", "close"),
     [("vllm", "engine", True), ("vllm", "engine", False), ("sglang", "server", True), ("sglang", "scheduler", True)],
 )
-def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(
-    checkpoint: Path, engine: str, victim: str, close: bool
-):
+def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(checkpoint, engine, victim, close):
     arguments, environment = command(engine, checkpoint, victim, "close" if close else "leave")
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -92,12 +86,11 @@ def test_a_killed_engine_fails_every_call_and_lets_its_owner_exit(
 
 @OWN_ENGINE
 @pytest.mark.parametrize("engine", ["vllm-dp2", "sglang"])
-def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: str, tmp_path: Path):
+def test_no_process_of_an_engine_outlives_its_owner(checkpoint, engine, tmp_path):
     served = save_checkpoint(qwen3_moe_config(), tmp_path, seed=0) if engine == "vllm-dp2" else checkpoint
     arguments, environment = command(engine, served, "wait", "leave")
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as owner:
         try:
-            assert owner.stdout is not None
             folder, pids = json.loads(heard(owner.stdout))
             processes = [psutil.Process(pid) for pid in pids]
         finally:
@@ -116,9 +109,7 @@ def test_no_process_of_an_engine_outlives_its_owner(checkpoint: Path, engine: st
     ],
     ids=["vllm", "sglang"],
 )
-async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
-    checkpoint: Path, tmp_path: Path, engine: str, config: Any, cause: str
-):
+async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(checkpoint, tmp_path, engine, config, cause):
     if engine == "sglang":
         require_sglang()
     start_ray(ClusterConfig(num_cpus=4, object_store_bytes=128 << 20))
@@ -137,7 +128,7 @@ async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(
     assert note.startswith(f"the end of {tmp_path}/replica-0.log:") and cause in note
 
 
-async def test_a_start_of_sglang_that_takes_too_long_is_ended(checkpoint: Path):
+async def test_a_start_of_sglang_that_takes_too_long_is_ended(checkpoint):
     require_sglang()
     before = set(descendants(os.getpid()))
     with pytest.raises(EngineError, match="start_timeout_s"):
@@ -147,9 +138,7 @@ async def test_a_start_of_sglang_that_takes_too_long_is_ended(checkpoint: Path):
     assert set(descendants(os.getpid())) <= before, "its processes are gone"
 
 
-async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-):
+async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(tmp_path, capfd):
     require_sglang()
     path = save_checkpoint(mixtral(num_hidden_layers=2), tmp_path, seed=0) / "model.safetensors"
     tensors = load_file(path)
@@ -164,11 +153,11 @@ async def test_a_checkpoint_with_names_that_sglang_does_not_know_is_refused(
 # ---- the scenario, in a separate process
 
 
-async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> None:
+async def scenario(engine, checkpoint, victim, ending):
     """Kill a process under running and held requests, and write the outcome of each call."""
-    options: Any = {"name": "replica-0", "checkpoint": checkpoint, "capture_routing": False}
+    options = {"name": "replica-0", "checkpoint": checkpoint, "capture_routing": False}
     on_vllm = engine in CONFIGS
-    replica: Any = await (start_vllm(CONFIGS[engine], **options) if on_vllm else start_sglang(SGLANG, **options))
+    replica = await (start_vllm(CONFIGS[engine], **options) if on_vllm else start_sglang(SGLANG, **options))
     processes = [process for process in descendants(os.getpid()) if not on_vllm or "VLLM" in process.name()]
     main = replica.backend.processes[0].pid if on_vllm else replica.backend.server.pid
     folder = "" if on_vllm else str(replica.backend.server.folder)
@@ -177,7 +166,7 @@ async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> N
         say([folder, pids])
         await asyncio.Event().wait()
     [segment] = await replica.generate(request("dense", 20))
-    said: dict[str, Any] = {"dense": [len(segment), segment.routed_experts], "folder": folder}
+    said = {"dense": [len(segment), segment.routed_experts], "folder": folder}
     running = asyncio.create_task(outcome(replica.generate(request("running", 400))))
     await asyncio.sleep(0.05 if engine == "sglang" else 0)
     await replica.pause()
@@ -199,27 +188,27 @@ async def scenario(engine: str, checkpoint: Path, victim: str, ending: str) -> N
     say(said)
 
 
-def descendants(pid: int) -> list[psutil.Process]:
+def descendants(pid):
     return psutil.Process(pid).children(recursive=True)
 
 
-def request(request_id: str, tokens: int) -> GenerateRequest:
+def request(request_id, tokens):
     return GenerateRequest(request_id=request_id, token_ids=np.arange(3, 13, dtype=np.int32), max_new_tokens=tokens)
 
 
-async def outcome(call: Any) -> str:
+async def outcome(call):
     try:
         return f"no error but {await call!r}"
     except EngineError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def say(message: object) -> None:
+def say(message):
     sys.stdout.write(f"{SAID}{json.dumps(message)}\n")
     sys.stdout.flush()
 
 
-def heard(lines: Iterable[str]) -> str:
+def heard(lines):
     """The first message; vLLM writes to the same stream."""
     return next(line.removeprefix(SAID) for line in lines if line.startswith(SAID))
 

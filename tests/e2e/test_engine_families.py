@@ -1,23 +1,15 @@
 """Other models and layouts of vLLM and SGLang: routers of every kind, latent attention, tensor parallelism."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import psutil
 import pytest
-import transformers
 from safetensors.torch import save_file
 
 from agent_loop.engine import GenerateRequest
-from async_rl.inference.sglang import server as sglang_server
-from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import call_ranks
@@ -25,12 +17,13 @@ from async_rl.weights.transport import read_tensors, update_files
 from message_queue.errors import EngineError
 from tests.conformance import sglang_support
 from tests.conformance.checks import assert_forced, assert_true, assert_whole, odd_rows, versions_of, whole
-from tests.conformance.engines import STEP_S, VOCAB, EngineUnderTest, prompts, tokens
-from tests.conformance.planted import FAULT, PLUGIN, plugin_folder
+from tests.conformance.conftest import sglang_environment
+from tests.conformance.engines import STEP_S, prompts, tokens
+from tests.conformance.planted import PLUGIN, plugin_folder
 from tests.conformance.probes import VllmProbe
 from tests.conformance.reference import logprob_gap, reference, reference_of_parts
 from tests.conformance.scored import ScoresOfTruth, probe_of
-from tests.conformance.served import VLLM, Models, make_models, start_vllm, under_test
+from tests.conformance.served import VLLM, make_models, plant, start_vllm, under_test
 from tests.helpers import tiny_models
 from tests.helpers.lanes import OWN_ENGINE
 from tests.helpers.live import without_equation
@@ -39,13 +32,13 @@ from tests.helpers.updates import read_update, write_update
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore")]
 
 CONFIG = replace(VLLM, max_num_seqs=16, max_num_batched_tokens=512, kv_cache_bytes=16 << 20)
-FIELDS = {**tiny_models.COMMON, "vocab_size": VOCAB, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-SHARED = {"num_experts": 8, "norm_topk_prob": True, "shared_expert_intermediate_size": 64}
 FAMILIES = {
     "vllm-deepseek_v3": tiny_models.deepseek_v3_config,
-    "vllm-mixtral": lambda: transformers.MixtralConfig(**FIELDS, num_local_experts=8),
+    "vllm-mixtral": sglang_support.mixtral,
     "vllm-olmoe": tiny_models.olmoe_config,
-    "vllm-qwen2_moe": lambda: transformers.Qwen2MoeConfig(**FIELDS, **SHARED),
+    "vllm-qwen2_moe": lambda: tiny_models.qwen2_moe_config(
+        dense_layers=(), norm_topk_prob=True, shared_expert_intermediate_size=64
+    ),
     "vllm-glm4_moe": lambda: tiny_models.glm4_moe_config(n_group=2, topk_group=1),
     "sglang-mixtral": sglang_support.mixtral,
     "sglang-glm4_moe": sglang_support.glm4_moe,
@@ -53,25 +46,17 @@ FAMILIES = {
 
 
 @contextlib.asynccontextmanager
-async def serving(
-    engine: str, models: Models, patch: pytest.MonkeyPatch, **changes: Any
-) -> AsyncIterator[EngineUnderTest]:
+async def serving(engine, models, patch, **changes):
     """An engine that serves version 0. changes: of its configuration."""
     if engine == "vllm":
         config = replace(CONFIG, **changes)
         for name, value in engine_environment(config).items():
             patch.setenv(name, value)
-        replica: Any = await start_vllm(config, checkpoint=models.paths[0])
+        replica = await start_vllm(config, checkpoint=models.paths[0])
     else:
         config = sglang_support.config(kv_cache_tokens=4096, **changes)
-        plugins = plugin_folder(models.paths[0].parent)
-
-        def environment(*args: Any, **options: Any) -> dict[str, str]:
-            made = server_environment(*args, **options)
-            return made | {"PYTHONPATH": f"{made['PYTHONPATH']}:{plugins}"}
-
-        patch.setattr(sglang_server, "server_environment", environment)
-        replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0])
+        with sglang_environment(plugin_folder(models.paths[0].parent)):
+            replica = await start_sglang(config, name="replica-0", checkpoint=models.paths[0])
     assert without_equation(replica._live) == []
     try:
         tested = under_test(replica, models, patch=patch)
@@ -84,9 +69,7 @@ async def serving(
 
 @OWN_ENGINE
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_family_agrees_free_forced_updated_and_resumed(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_family_agrees_free_forced_updated_and_resumed(family, tmp_path, monkeypatch):
     engine = family.split("-")[0]
     if engine == "sglang":
         sglang_support.require_sglang()
@@ -116,14 +99,7 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(
         (tiny_models.llama_config, "keep", True, True),
     ],
 )
-async def test_a_dense_model_is_updated_in_flight(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    architecture: Any,
-    kv: Literal["keep", "recompute"],
-    tied: bool,
-    staged: bool,
-):
+async def test_a_dense_model_is_updated_in_flight(tmp_path, monkeypatch, architecture, kv, tied, staged):
     models = make_models(tmp_path, architecture(tie_word_embeddings=tied))
     for name, value in engine_environment(CONFIG).items():
         monkeypatch.setenv(name, value)
@@ -155,7 +131,7 @@ async def test_a_dense_model_is_updated_in_flight(
 
 
 @OWN_ENGINE
-async def test_a_dense_model_of_sglang_is_updated(tmp_path: Path):
+async def test_a_dense_model_of_sglang_is_updated(tmp_path):
     sglang_support.require_sglang()
     models = make_models(tmp_path, tiny_models.llama_config(tie_word_embeddings=True))
     config = sglang_support.config(kv_cache_tokens=4096)
@@ -175,13 +151,13 @@ async def test_a_dense_model_of_sglang_is_updated(tmp_path: Path):
         await replica.close()
 
 
-async def ask_two(tested: EngineUnderTest) -> None:
+async def ask_two(tested):
     """Two requests at once, one for each group of data parallelism."""
     number = len(tested.exchanges)
     await asyncio.gather(*(tested.ask(f"both-{number + i}", tokens(40, seed=i)) for i in range(2)))
 
 
-async def update_in_flight(tested: EngineUnderTest) -> None:
+async def update_in_flight(tested):
     """Loads that recompute the K/V of requests in flight, on every group."""
     rollouts, tasks = tested.start_rollouts(prompts(2, length=50), max_new_tokens=80)
     for staged in (False, True):
@@ -191,13 +167,10 @@ async def update_in_flight(tested: EngineUnderTest) -> None:
     assert_whole(tested, *rollouts)
 
 
-async def find_wrong_bucket(tested: EngineUnderTest, folder: Path) -> None:
-    """A bucket that rank 1 hashes has other values; the next load is good.
-
-    folder: for a version.
-    """
+async def find_wrong_bucket(tested, folder):
+    """A bucket that rank 1 hashes has other values; the next load is good."""
     good = tested.update(1)
-    bad = write_update(folder, version=2, tensors=read_update(good.path), bucket_bytes=256 << 10)
+    bad = write_update(folder / "wrong", version=2, tensors=read_update(good.path), bucket_bytes=256 << 10)
     file = update_files(bad.path)[1]
     save_file({name: tensor + 1 for name, tensor in read_tensors(file)}, file)
     with pytest.raises(EngineError, match=f"rank 1 .*{file.stem}"):
@@ -207,43 +180,32 @@ async def find_wrong_bucket(tested: EngineUnderTest, folder: Path) -> None:
     with pytest.raises(EngineError, match=f"rank 1 .*{file.stem}"):
         await tested.replica.load(bad)
     if isinstance(tested.probe, VllmProbe):
-        replica: Any = tested.replica
-        await replica.backend.engine.collective_rpc("plant", args=("skipped",))
+        await plant(tested, folder, "skipped")
         with pytest.raises(EngineError, match=r"rank 1 .*other tensors"):
             await tested.load(1)
-        await replica.backend.engine.collective_rpc("plant", args=("",))
+        await plant(tested, folder, "")
     await tested.load(1)
     await tested.resume()
     await tested.ask("again", tokens(40))
     assert_true(tested, tested.exchanges)
 
 
-async def find_wrong_experts(tested: EngineUnderTest, folder: Path, *, staged: bool) -> None:
-    """Experts that stayed old on one rank, and a load that reached no rank.
-
-    folder: models' folder.
-    """
-
-    async def plant(fault: str) -> None:
-        if isinstance(tested.probe, VllmProbe):
-            backend: Any = tested.replica
-            await backend.backend.engine.collective_rpc("plant", args=(fault,))
-        else:
-            (folder / PLUGIN / FAULT).write_text(fault)
-
-    await plant("")
+async def find_wrong_experts(tested, folder, *, staged):
+    """Experts that stayed old on one rank, and a load that reached no rank."""
+    plugins = folder / PLUGIN
+    await plant(tested, plugins, "")
     await tested.publish(version=9, staged=staged)
-    await plant("stale-on-1 .experts.")
+    await plant(tested, plugins, "stale-on-1 .experts.")
     wrong = r"version 10 .*experts.* on rank 1, made of .*experts"
     with pytest.RaisesGroup(pytest.RaisesExc(EngineError, match=wrong)):
         await tested.publish(version=10, staged=staged)
-    await plant("")
+    await plant(tested, plugins, "")
     await tested.load(12)
     await tested.resume()
     probe = probe_of(tested)
     probe.ask_all(version=12)
     await probe.compare(12, ScoresOfTruth(tested, version=12))
-    await plant("none")
+    await plant(tested, plugins, "none")
     await tested.replica.pause()
     with pytest.raises(EngineError, match="version 13"):
         await tested.load(13)
@@ -261,9 +223,7 @@ LAYOUTS = {
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.nightly if "sglang" in name else ()) for name in LAYOUTS]
 )
-async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
-    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+async def test_ranks_of_a_layout_agree_load_alike_and_end_together(layout, tmp_path, monkeypatch):
     engine, fields = layout.split("-")[0], LAYOUTS[layout]
     if engine == "sglang":
         sglang_support.require_sglang()
@@ -275,12 +235,12 @@ async def test_ranks_of_a_layout_agree_load_alike_and_end_together(
             await ask_two(tested)
         assert_true(tested, tested.exchanges)
         assert_forced(tested, await tested.ask("forced", tokens(90), forced_experts=odd_rows(tested, 60)))
-        await find_wrong_bucket(tested, tmp_path / "wrong")
+        await find_wrong_bucket(tested, tmp_path)
         if "dp2" in layout:
             await update_in_flight(tested)
         if "ep2" in layout:
             await find_wrong_experts(tested, tmp_path, staged="dp2" in layout)
-        backend: Any = tested.replica.backend
+        backend = tested.replica.backend
         pids = [process.pid for process in backend.processes] if engine == "vllm" else [backend.server.pid]
         ranks = [rank for pid in pids for rank in psutil.Process(pid).children(recursive=True)]
         if engine == "vllm":

@@ -2,13 +2,12 @@
 
 import json
 import shlex
-import subprocess
-import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.docs.pages import ROOT, commands, module_of
+from tests.e2e.runs import python
 from tests.helpers import tiny_models, tokenizers_of_families
 from tests.helpers.wheel import environment_of, install_wheel
 
@@ -51,28 +50,22 @@ def command_of(page, *words):
 def run(installed, folder, arguments, *more):
     """Run in the folder with the wheel alone; returns what it printed."""
     given = ["../model" if word == "PATH" else word.replace("=PATH", "=../model") for word in arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "async_rl", *more[:1], *given, *more[1:]],
-        cwd=folder,
-        env=environment_of(installed),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    return python("-m", "async_rl", *more[:1], *given, *more[1:], cwd=folder, env=environment_of(installed)).stdout
 
 
 def assert_trained(directory):
+    """Returns the metrics of the only step."""
     (step,) = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
     assert step["train_step"] == 1
     AutoModelForCausalLM.from_pretrained(directory / "final")
     assert (directory / "report.html").is_file() and (directory / "rollouts.html").is_file()
+    return step
 
 
 def test_the_task_of_the_readme_trains_a_checkpoint(installed, folder):
     (folder / "products.py").write_text(module_of("README.md", "products.py"))
     run(installed, folder, command_of("README.md", "--task products.py", "=PATH"), "run", *SMALL)
-    assert_trained(folder / "outputs" / "products-model")
+    assert "info/tool_calls" in assert_trained(folder / "outputs" / "products-model")
 
 
 def test_an_agent_that_returns_its_reward_trains_a_checkpoint(installed, folder):

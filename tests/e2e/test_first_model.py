@@ -29,8 +29,7 @@ def test_the_model_of_the_package_is_converted_and_trained_for_two_steps(tmp_pat
     check_conversion(model)
 
     process = begin(run, "--recipe", "first_model", f"model.checkpoint={model}", *SMALL)
-    output = finish(process, timeout_s=1000)
-    assert process.returncode == 0, output
+    finish(process, timeout_s=1000)
     steps, groups = check_records(run, steps=2, staleness=1)
     check_rollouts(run, steps, groups)
     assert all(0 <= s["mismatch/k3_probe"] < 1e-6 for s in steps if s["mismatch/k3_probe"] is not None)
@@ -38,9 +37,8 @@ def test_the_model_of_the_package_is_converted_and_trained_for_two_steps(tmp_pat
     assert before.keys() == after.keys()
     trained = any(step["reward/groups_without_signal"] < 1 for step in steps)
     assert trained == any(not torch.equal(before[name], after[name]) for name in before)
-    assert (
-        AutoTokenizer.from_pretrained(run / "final").chat_template == AutoTokenizer.from_pretrained(model).chat_template
-    )
+    final, start = (AutoTokenizer.from_pretrained(folder).chat_template for folder in (run / "final", model))
+    assert final == start
 
 
 def check_conversion(folder):
@@ -50,15 +48,11 @@ def check_conversion(folder):
     assert [config[name] for name in shape] == [30, 576, 9, 3, 49152] and config["tie_word_embeddings"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.eos_token == "<|im_end|>"
-    asked = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 17 + 25?"}],
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    assert tokenizer.decode(asked["input_ids"][0]).startswith(
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"
-    )
+    messages = [{"role": "user", "content": "What is 17 + 25?"}]
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    asked = tokenizer.apply_chat_template(messages, **options)
+    system = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM"
+    assert tokenizer.decode(asked["input_ids"][0]).startswith(system)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     said = model.generate(**asked, do_sample=False, max_new_tokens=16)[0, asked["input_ids"].shape[1] :]
     assert tokenizer.decode(said).startswith("17 + 25 = ")  # it goes on with 32: the task is too hard before training

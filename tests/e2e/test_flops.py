@@ -13,6 +13,7 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.flops import peak_of, train_operations
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.planning import Planner
+from tests.e2e.families import Family
 from tests.helpers import tiny_models
 from tests.helpers.loop_experts import loop_experts
 from tests.parallel.support import TRAINER, WARNINGS, make_batch, start_trainer, training_batch_of
@@ -56,16 +57,12 @@ def counted_and_expected(config, folder, *, lengths=LENGTHS, **settings):
     """Operations of a train step by torch and by train_operations."""
     from async_rl.trainer.model.attention import RowAttention
 
-    checkpoint = tiny_models.save_checkpoint(config, folder, seed=1)
-    routed = config.num_hidden_layers - (getattr(config, "first_k_dense_replace", 0) or 0)
-    routed -= len(getattr(config, "mlp_only_layers", None) or ())
-    batch = training_batch_of(make_batch(lengths, layers=routed))
-    dense, biased = config.model_type == "qwen3", config.model_type == "gpt_oss"
-    replay = "none" if dense else "R3"
-    with contextlib.nullcontext() if biased else loop_experts():
-        trainer = start_trainer(checkpoint, router_replay=replay, **{"micro_batch_tokens": 150, **settings})
+    family = Family(config, folder)
+    batch = training_batch_of(family.batch(lengths))
+    with contextlib.nullcontext() if config.model_type == "gpt_oss" else loop_experts():  # its experts have biases
+        trainer = family.start(**{"micro_batch_tokens": 150, **settings})
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped})
-    try:
+    with contextlib.closing(trainer):
         with mock.patch.object(RowAttention, "_attend", by_query), counter:
             trainer.train(batch)
         expected = train_operations(
@@ -75,8 +72,6 @@ def counted_and_expected(config, folder, *, lengths=LENGTHS, **settings):
             lora=settings.get("lora", LoraConfig()),
         )
         return counter.get_total_flops(), expected
-    finally:
-        trainer.close()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
+from tests.e2e.families import Family
 from tests.helpers import tiny_models
 from tests.helpers.loop_experts import loop_experts
-from tests.parallel.support import MARKS, exported, gradients, make_batch, start_trainer
+from tests.parallel.support import MARKS, exported, gradients
 
 pytestmark = MARKS
 
@@ -25,14 +26,11 @@ MODELS = {
 
 
 @contextlib.contextmanager
-def trainer_of(config, folder, *, loop=False, **settings):
-    checkpoint = tiny_models.save_checkpoint(config, folder, seed=1)
+def started(family, *, loop=False, **settings):
     with loop_experts() if loop else contextlib.nullcontext():
-        trainer = start_trainer(checkpoint, optimizer=ADAM, **settings)
-    try:
+        trainer = family.start(optimizer=ADAM, **settings)
+    with contextlib.closing(trainer):
         yield trainer
-    finally:
-        trainer.close()
 
 
 def experts_of(trainer):
@@ -41,17 +39,13 @@ def experts_of(trainer):
     return [module for module in trainer.model.chunks[0].modules() if isinstance(module, GroupedExperts)]
 
 
-def routed_layers(config):
-    return config.num_hidden_layers - (getattr(config, "first_k_dense_replace", 0) or 0)
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=4, alpha=8)}, {"dtype": "bfloat16"}], ids=str)
 def test_grouped_experts_train_as_experts_in_a_loop(name, settings, tmp_path):
-    config = MODELS[name](**({"mlp_only_layers": []} if name == "qwen3_moe" else {}))
-    batch, found = make_batch((23, 9, 31, 14), layers=routed_layers(config)), []
+    family, found = Family(MODELS[name](), tmp_path), []
+    batch = family.batch()
     for loop in (True, False):
-        with trainer_of(config, tmp_path / str(loop), loop=loop, router_replay="R3", **settings) as trainer:
+        with started(family, loop=loop, **settings) as trainer:
             assert bool(experts_of(trainer)) is not loop
             logprobs = trainer.logprobs(batch)
             loss = trainer.train(batch)["loss"]
@@ -81,7 +75,7 @@ def test_kernels_do_not_depend_on_the_number_of_experts(tokens, tmp_path):
     counts = []
     for number in (4, 16):
         config = tiny_models.qwen3_moe_config(num_experts=number, num_hidden_layers=1, mlp_only_layers=[])
-        with trainer_of(config, tmp_path / str(number)) as trainer:
+        with started(Family(config, tmp_path / str(number))) as trainer:
             (experts,) = experts_of(trainer)
             rows = sum(tokens[:number])
             hidden = torch.randn(rows, config.hidden_size, requires_grad=True)

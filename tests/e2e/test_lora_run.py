@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, start
+from tests.e2e.runs import check_records, check_rollouts, complete, k3_bound
 from tests.helpers.lanes import WHOLE_RUN
 from tests.parallel.resharding import whole_tensors
-from tests.parallel.support import WARNINGS
+from tests.parallel.support import WARNINGS, assert_same
 
 pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000), WARNINGS]
 LORA = ("trainer.lora.rank=4", "trainer.lora.alpha=8", "optimizer.lr=1e-2", "loss.kl_coefficient=0.01")
@@ -18,20 +18,14 @@ def test_a_lora_run_publishes_merged_weights_and_resumes_in_another_layout(tmp_p
 
     run, warm = tmp_path / "run", tmp_path / "warm_start"
     two = ("trainer.ranks=2", "trainer.parallel.tensor=2")
-    process = start(run, warm, *LORA, *two, "total_train_steps=3", "checkpoint.every=3")
-    output = finish(process)
-    assert process.returncode == 0, output
+    complete(run, warm, *LORA, *two, "total_train_steps=3", "checkpoint.every=3")
     saved = whole_tensors(run / "checkpoints" / "step-000003" / "trainer")
     assert saved and all(".lora." in name for name in saved)
     first = load_file(run / "final" / "model.safetensors")
 
-    process = start(run, warm, "trainer.lora.rank=8", *LORA[1:], "total_train_steps=5")
-    output = finish(process)
-    assert process.returncode != 0 and "trainer.lora.rank is 4 there and 8 here" in output
-
-    process = start(run, warm, *LORA, "total_train_steps=5")
-    output = finish(process)
-    assert process.returncode == 0, output
+    output = complete(run, warm, "trainer.lora.rank=8", *LORA[1:], "total_train_steps=5", code=1)
+    assert "trainer.lora.rank is 4 there and 8 here" in output
+    complete(run, warm, *LORA, "total_train_steps=5")
     steps, groups = check_records(run, steps=5, staleness=1, k3=k3_bound(warm))
     assert all(s["mismatch/k3_probe"] is not None for s in steps)
     check_rollouts(run, steps, groups)
@@ -43,8 +37,7 @@ def test_a_lora_run_publishes_merged_weights_and_resumes_in_another_layout(tmp_p
     assert changed and not changed & frozen
     assert changed | frozen == set(final)
     assert main([str(run)]) == 0
-    export = load_file(run / "export" / "step-000005" / "model.safetensors")
-    assert all(torch.equal(export[name], weight) for name, weight in final.items())
-    adapters = [run / "final-adapter", run / "export" / "step-000005-adapter"]
-    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
-    assert all(torch.equal(theirs[name], matrix) for name, matrix in ours.items())
+    export = run / "export" / "step-000005"
+    assert_same(load_file(export / "model.safetensors"), final)
+    adapters = (run / "final-adapter", export.with_name("step-000005-adapter"))
+    assert_same(*(load_file(folder / "adapter_model.safetensors") for folder in adapters))

@@ -1,14 +1,10 @@
 """A replica over two Ray nodes: its ranks agree, versions reach both nodes, and its processes end together."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,9 +17,8 @@ from async_rl.cluster.placement import Placement, start_ray
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.config import ClusterConfig, load_config
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.publisher import OnUpdate, Publisher
+from async_rl.inference.publisher import Publisher
 from async_rl.inference.replica import EngineReplica
-from async_rl.inference.select import EngineConfig
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.digest import STORE_VARIABLE
@@ -46,7 +41,7 @@ HOST = "127.0.0.1"
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cluster(tmp_path_factory):
     """Three nodes that this process has joined."""
     folder = tmp_path_factory.mktemp("cluster")
     environment = cluster_environment(folder)
@@ -61,7 +56,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     read_auth_variables()
 
 
-def read_auth_variables() -> None:
+def read_auth_variables():
     """Make Ray reread the variables of its authentication, as its own tests do."""
     AuthenticationTokenLoader.instance().reset_cache()
     Config.initialize("")
@@ -76,7 +71,7 @@ class Served:
     versions: VersionServer
     folder: Path
 
-    async def publish(self, version: int, *, staged: bool = False, on_update: OnUpdate = "resume") -> None:
+    async def publish(self, version, *, staged=False, on_update="resume"):
         update = self.models.updates[version]
         sources = (Source(self.versions.address, tuple(range(len(update.buckets)))),)
         publisher = Publisher(
@@ -84,11 +79,11 @@ class Served:
         )
         await publisher.publish(replace(update, sources=sources))
 
-    async def ask(self, name: str, *, max_new_tokens: int = 24, seed: int = 0) -> Any:
+    async def ask(self, name, *, max_new_tokens=24, seed=0):
         ask = GenerateRequest(request_id=name, token_ids=tokens(30, seed=seed), max_new_tokens=max_new_tokens)
         return (await self.replica.call(EngineReplica.generate, ask))[0]
 
-    async def check(self, version: int) -> None:
+    async def check(self, version):
         """Tokens, rows and logprobs are those of transformers with the weights of a version."""
         both = await asyncio.gather(*(self.ask(f"v{version}-{i}", seed=i) for i in range(2)))
         for seed, segment in enumerate(both):
@@ -98,7 +93,7 @@ class Served:
             rows = segment.routed_experts.experts
             assert gap_with_rows(expected, ids, segment.logprobs, rows, start=30, first_row=0) <= 1
 
-    async def update_in_flight(self, version: int) -> None:
+    async def update_in_flight(self, version):
         """Publish a version while a request is frozen; it recomputes the K/V with the experts of before."""
         ask = GenerateRequest(request_id="long", token_ids=tokens(30), max_new_tokens=400)
         running = asyncio.create_task(self.replica.call(EngineReplica.generate, ask))
@@ -111,14 +106,23 @@ class Served:
         expected = reference(self.models.models[version], ids, forced=rows)
         assert logprob_gap(expected, ids, second.logprobs, start=30 + len(first.token_ids)) <= 1
 
+    async def check_versions(self):
+        """The start, a staged version, and one that meets a request in flight; each node has the last."""
+        await self.check(0)
+        await self.publish(1, staged=True)
+        await self.check(1)
+        await self.update_in_flight(2)
+        await self.check(2)
+        assert [path.name for path in self.stores] == ["weights-2"] * NODES
+
     @property
-    def stores(self) -> list[Path]:
+    def stores(self):
         """Folders of versions on the nodes."""
         return sorted(self.folder.glob("store-*/weights-*"))
 
 
 @contextlib.asynccontextmanager
-async def serving(config: EngineConfig, models: Models, folder: Path) -> AsyncIterator[Served]:
+async def serving(config, models, folder):
     """A started replica on version 0."""
     placed = ClusterConfig(strategy="STRICT_SPREAD", cpus_per_replica=NODES)
     placement = Placement(placed, ranks=0, replicas=1, workers=0, gpus_per_replica=0, nodes_per_replica=NODES)
@@ -141,9 +145,9 @@ async def serving(config: EngineConfig, models: Models, folder: Path) -> AsyncIt
         versions.close()
 
 
-def processes_of(folder: Path) -> list[psutil.Process]:
+def processes_of(folder):
     """Processes with a file of `folder` open: those of the replica, as all write to its logs."""
-    found: list[psutil.Process] = []
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             targets = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
@@ -152,23 +156,18 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     return found
 
 
-async def until_none(folder: Path) -> None:
+async def until_none(folder):
     async with asyncio.timeout(30):
         while processes_of(folder):  # noqa: ASYNC110 - processes have no event
             await asyncio.sleep(0.1)
 
 
 @WHOLE_RUN
-async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(cluster: None, tmp_path: Path):
+async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(cluster, tmp_path):
     config = replace(VLLM, nodes=NODES, tensor_parallel=NODES, kv_cache_bytes=16 << 20)
     models = make_models(tmp_path, tiny_models.qwen3_moe_config())
     async with serving(config, models, tmp_path) as served:
-        await served.check(0)
-        await served.publish(1, staged=True)
-        await served.check(1)
-        await served.update_in_flight(2)
-        await served.check(2)
-        assert [path.name for path in served.stores] == ["weights-2"] * NODES
+        await served.check_versions()
         lost = asyncio.create_task(served.ask("lost", max_new_tokens=400))
         await asyncio.sleep(0.2)
         worker = next(p for p in processes_of(tmp_path) if "VllmWorker-1" in p.name() or "Worker_TP1" in p.name())
@@ -184,17 +183,12 @@ async def test_a_vllm_replica_over_nodes_agrees_loads_and_ends_with_a_rank(clust
 
 
 @pytest.mark.nightly
-async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first_process(cluster: None, tmp_path: Path):
+async def test_an_sglang_replica_over_nodes_agrees_loads_and_ends_with_its_first_process(cluster, tmp_path):
     sglang_support.require_sglang()
     config = sglang_support.config(kv_cache_tokens=4096, nodes=NODES, tensor_parallel=NODES)
     models = make_models(tmp_path, sglang_support.qwen3_moe())
     async with serving(config, models, tmp_path) as served:
-        await served.check(0)
-        await served.publish(1, staged=True)
-        await served.check(1)
-        await served.update_in_flight(2)
-        await served.check(2)
-        assert [path.name for path in served.stores] == ["weights-2"] * NODES
+        await served.check_versions()
         leader = psutil.Process(await served.replica.pid(timeout_s=60))
         leader.kill()
         await until_none(tmp_path)

@@ -61,20 +61,21 @@ def test_offloaded_training_and_its_checkpoints_are_those_without(checkpoint, tm
         assert part.optimizer.gpu_optimizer is None
     metrics = [trainer.train(make_batch(seed=1)) for trainer in (offloaded, plain)]
     assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > OFFLOAD.clip_grad
-    offloaded.save(tmp_path / "offloaded").result()
-    plain.save(tmp_path / "plain").result()
-    ours, theirs = whole_tensors(tmp_path / "offloaded"), whole_tensors(tmp_path / "plain")
-    assert ours.keys() == theirs.keys()
-    for key, tensor in theirs.items():
-        # Adam is about ten operations; bfloat16 weights are rounded copies and may fall on either side.
-        rounding = BFLOAT16 if tensor.dtype is torch.bfloat16 else numerics.rounding(10)
-        assert_near(ours[key], tensor, bound=rounding * tensor.abs().max().item())
-    offloaded.restore(tmp_path / "plain")
-    plain.restore(tmp_path / "offloaded")
+    # Adam is about ten operations; bfloat16 weights are rounded copies and may fall on either side.
+    assert_near_states(offloaded, plain, tmp_path / "first", rounding=numerics.rounding(10))
+    offloaded.restore(tmp_path / "first" / "plain")
+    plain.restore(tmp_path / "first" / "offloaded")
     ours, theirs = (trainer.train(make_batch(seed=2)) for trainer in (offloaded, plain))
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=BFLOAT16)  # of weights that may differ in the last bit
-    offloaded.save(tmp_path / "again").result()
-    plain.save(tmp_path / "too").result()
-    ours, theirs = whole_tensors(tmp_path / "again"), whole_tensors(tmp_path / "too")
+    assert_near_states(offloaded, plain, tmp_path / "second", rounding=BFLOAT16)
+
+
+def assert_near_states(offloaded, plain, folder, *, rounding):
+    """Both are saved in `folder`. rounding: relative, of float32 tensors."""
+    offloaded.save(folder / "offloaded").result()
+    plain.save(folder / "plain").result()
+    ours, theirs = whole_tensors(folder / "offloaded"), whole_tensors(folder / "plain")
+    assert ours.keys() == theirs.keys()
     for key, tensor in theirs.items():
-        assert_near(ours[key], tensor, bound=BFLOAT16 * tensor.abs().max().item())
+        relative = BFLOAT16 if tensor.dtype is torch.bfloat16 else rounding
+        assert_near(ours[key], tensor, bound=relative * tensor.abs().max().item())

@@ -1,5 +1,6 @@
 """Parts of a layer that are recomputed: gradients stay the same, and fewer activations wait for the backward pass."""
 
+import contextlib
 from typing import get_args
 
 import pytest
@@ -7,19 +8,19 @@ import torch
 
 from async_rl.trainer.forward_backward import activations_on_host
 from async_rl.trainer.model.model import LoraConfig, RecomputeModule, TrainerConfig
+from tests.e2e.families import Family
 from tests.helpers import tiny_models
-from tests.parallel.support import MARKS, gradients, make_batch, start_trainer
+from tests.parallel.support import MARKS, assert_same, gradients
 
 pytestmark = MARKS
 
 LENGTHS = (63, 49, 71, 54)
 MODELS = {  # a dense layer, latent attention and shared experts; plain attention and experts in all layers
     "deepseek_v3": (
-        tiny_models.deepseek_v3_config,
-        1,
+        tiny_models.deepseek_v3_config(),
         ("core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"),
     ),
-    "qwen3_moe": (lambda: tiny_models.qwen3_moe_config(mlp_only_layers=[]), 0, ("moe", "moe_act")),
+    "qwen3_moe": (tiny_models.qwen3_moe_config(mlp_only_layers=[]), ("moe", "moe_act")),
 }
 
 
@@ -46,42 +47,27 @@ class Kept:
         return tensor
 
 
-def update(checkpoint, layers, **settings):
+def update(family, **settings):
     """Bytes that wait for the backward pass, and the gradients, of one update."""
-    trainer = start_trainer(checkpoint, router_replay="R3", **settings)
-    try:
+    with contextlib.closing(family.start(**settings)) as trainer:
         with Kept() as kept:
-            trainer.train(make_batch(LENGTHS, layers=layers))
+            trainer.train(family.batch(LENGTHS))
         return kept.bytes, gradients(trainer, adapters="lora" in settings)
-    finally:
-        trainer.close()
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora": LoraConfig(rank=4, alpha=8)}], ids=["all weights", "LoRA"])
 @pytest.mark.parametrize("name", MODELS)
 def test_recomputed_parts_keep_less_and_give_the_same_gradients(name, settings, tmp_path):
-    make, dense, modules = MODELS[name]
-    config = make()
-    checkpoint = tiny_models.save_checkpoint(config, tmp_path, seed=1)
-    layers = config.num_hidden_layers - dense
-    whole, expected = update(checkpoint, layers, **settings)
+    config, modules = MODELS[name]
+    family = Family(config, tmp_path)
+    whole, expected = update(family, **settings)
     for module in modules:
-        kept, found = update(checkpoint, layers, recompute="selective", recompute_modules=[module], **settings)
+        kept, found = update(family, recompute="selective", recompute_modules=[module], **settings)
         assert kept < whole, module
-        for key, gradient in expected.items():
-            assert torch.equal(found[key], gradient), (module, key)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_inputs_of_layers_that_wait_on_the_host_give_the_same_gradients(name, tmp_path):
-    make, dense, _ = MODELS[name]
-    config = make()
-    checkpoint = tiny_models.save_checkpoint(config, tmp_path, seed=1)
-    layers = config.num_hidden_layers - dense
-    _, expected = update(checkpoint, layers, recompute="full")
-    _, found = update(checkpoint, layers, recompute="full", offload_activations=True)
-    for key, gradient in expected.items():
-        assert torch.equal(found[key], gradient), key
+        assert_same(found, expected)
+    _, expected = update(family, recompute="full", **settings)
+    _, found = update(family, recompute="full", offload_activations=True, **settings)
+    assert_same(found, expected)
 
 
 def test_a_tensor_that_waits_on_the_host_is_a_copy_and_a_parameter_is_not():

@@ -9,6 +9,7 @@ import pytest
 
 from async_rl.config import load_config
 from tests.e2e.runs import (
+    SLOW,
     SMALL,
     begins_with,
     check_prompts,
@@ -30,15 +31,7 @@ from tests.helpers.dense import behaviour_logprobs
 from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = pytest.mark.timeout(1000)
-OVERRIDES = (
-    "checkpoint.every=3",
-    "staleness.max_staleness=2",
-    "task.factory=tests.e2e.tasks:slow_task",
-    "rollout.groups_per_batch=2",
-    "rollout.limits.max_tokens=160",
-    "rollout.limits.max_new_tokens_per_turn=24",
-    "validation.prompts=0",
-)
+OVERRIDES = (*SLOW, "checkpoint.every=3", "task.factory=tests.e2e.tasks:slow_task")
 RUN = load_config([*SMALL, *OVERRIDES])
 
 
@@ -50,7 +43,7 @@ def warm_starts(tmp_path_factory):
 def kill_all(process, *, when):
     """SIGKILL to the driver and every process below it, at a moment when `when()` is true; they stand still then."""
     while True:
-        assert process.poll() is None, finish(process)
+        assert process.poll() is None, process.stdout.read()
         tree = tree_of(process)
         each(tree, psutil.Process.suspend)
         if when():
@@ -60,11 +53,6 @@ def kill_all(process, *, when):
     each(tree, psutil.Process.kill)
     process.communicate()
     psutil.wait_procs(tree, timeout=20)
-
-
-def journal(read, directory, warm_starts, copy):
-    (model,) = warm_starts.glob("*/config.json")
-    return read(directory, copy, config=RUN, checkpoint=model.parent)
 
 
 def in_flight(recovered, content):
@@ -85,15 +73,16 @@ def held_before(rows, partial):
 
 def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path, warm_starts):
     directory, copy = tmp_path / "run", tmp_path / "copy"
+    of_run = {"config": RUN, "warm_starts": warm_starts}
     process = start(directory, warm_starts, *OVERRIDES, "total_train_steps=500")
     wait_for_step(directory, 4, process)
 
     def busy():
-        now = journal(peek, directory, warm_starts, copy)
+        now = peek(directory, copy, **of_run)
         return now is not None and in_flight(*now) and now[0].replay
 
     kill_all(process, when=busy)
-    recovered, held = journal(read_journal, directory, warm_starts, copy)
+    recovered, held = read_journal(directory, copy, **of_run)
     partial = {group: held[group] for group in in_flight(recovered, held)}
     assert partial, "no generation was under way"
     assert recovered.replay, "nothing was trained after the checkpoint"
@@ -103,12 +92,11 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
     while process.poll() is None:
         time.sleep(0.1)
-        found = (journal(peek, directory, warm_starts, copy) or (None, {}))[1]
+        found = (peek(directory, copy, **of_run) or (None, {}))[1]
         for group in partial.keys() & found.keys():
             pairs = zip(found[group].trajectories, partial[group].trajectories, strict=True)
             assert all(begins_with(f, h) for f, h in pairs), f"group {group} starts otherwise"
     output = finish(process)
-    assert process.returncode == 0, output
     assert "goes on after train step" in output
 
     steps, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
@@ -139,7 +127,6 @@ def test_run_outlives_its_parts(tmp_path, warm_starts):
         wait_for_step(tmp_path, step, process)
         psutil.Process(pids(tmp_path)[victim]).kill()
     output = " ".join(finish(process).split())
-    assert process.returncode == 0, output
     for _, note in notes:
         assert re.search(note, output), output
     assert output.count("trainer and queue start anew") == 2

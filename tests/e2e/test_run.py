@@ -7,15 +7,22 @@ import signal
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
-from agent_loop.engine import GenerateRequest
 from async_rl.export import main
-from async_rl.inference.vllm.engine import VllmConfig, engine_environment, start_vllm
 from async_rl.metrics.trace import read_trace
-from tests.conformance.reference import logprob_gap, reference
-from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, lines, pids, spawn, start, wait_for_step
+from tests.e2e.runs import (
+    check_records,
+    check_rollouts,
+    complete,
+    finish,
+    k3_bound,
+    lines,
+    pids,
+    spawn,
+    start,
+    wait_for_step,
+)
 from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.traces import CHAIN, check_trace
 from tests.helpers.updates import checkpoint_digest
@@ -35,9 +42,7 @@ def warm_starts(tmp_path_factory):
 def short_run(tmp_path_factory, warm_starts):
     """Directory of a run of 4 steps that ended by itself."""
     directory = tmp_path_factory.mktemp("short_run")
-    process = start(directory, warm_starts, *SHORT, *GREEDY, "total_train_steps=4")
-    output = finish(process)
-    assert process.returncode == 0, output
+    output = complete(directory, warm_starts, *SHORT, *GREEDY, "total_train_steps=4")
     (directory / "console.txt").write_text(output)
     return directory
 
@@ -53,15 +58,8 @@ def test_a_short_run_keeps_every_promise_of_its_metrics(short_run, warm_starts):
     rounds = lines(short_run, "validation.jsonl")
     assert [v["train_step"] for v in rounds] == [0, 4]
     assert all(v["validation/pass_at_1"] == v["validation/pass_at_2"] for v in rounds), "both samples are greedy"
-    for name in (
-        "config.yaml",
-        "trace.json",
-        "report.html",
-        "rollouts.html",
-        "starts.jsonl",
-        "tensorboard",
-        "checkpoints/step-000004/run.json",
-    ):
+    files = ("config.yaml", "trace.json", "report.html", "rollouts.html", "starts.jsonl", "tensorboard")
+    for name in (*files, "checkpoints/step-000004/run.json"):
         assert (short_run / name).exists(), name
 
 
@@ -97,10 +95,8 @@ def test_rollouts_on_disk_are_those_that_were_sampled_and_trained(short_run):
 def test_logs_hold_the_output_of_every_process(short_run):
     processes = pids(short_run)
     assert set(processes) == {"trainer-0", "replica-0", "worker-0", "queue"}
-    assert {path.name for path in (short_run / "logs").iterdir()} == {
-        "driver.log",
-        *(f"{name}.log" for name in processes),
-    }
+    named = {"driver.log", *(f"{name}.log" for name in processes)}
+    assert {path.name for path in (short_run / "logs").iterdir()} == named
     for name, pid in processes.items():
         assert f"process {pid} started" in (short_run / "logs" / f"{name}.log").read_text()
     assert "(EngineCore pid=" in (short_run / "logs" / "replica-0.log").read_text()
@@ -111,64 +107,34 @@ def test_logs_hold_the_output_of_every_process(short_run):
     assert log[-1].startswith("done: ") and str(short_run / "final") in log[-1]
 
 
-def last_published(directory):
-    """Version and digest of the last version that the replicas loaded."""
-    events = read_trace(directory / "trace.json")
-    last = [event for event in events if event["cat"] == "publish"][-1]
-    return last["args"]["version"], last["args"]["digest"]
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of megatron
 def test_final_and_export_hold_the_tensors_of_the_last_version(short_run, tmp_path, capsys):
-    assert last_published(short_run) == (4, checkpoint_digest(short_run / "final"))
+    published = [event["args"] for event in read_trace(short_run / "trace.json") if event["cat"] == "publish"]
+    assert published[-1]["version"] == 4 and published[-1]["digest"] == checkpoint_digest(short_run / "final")
     assert main([str(short_run), "--step", "4", "--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "out")
     for path in (short_run / "final").iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes(), path.name
     assert json.loads((short_run / "final" / "config.json").read_text())["dtype"] == "float32"
-
-
-async def test_final_is_loaded_by_transformers_and_by_vllm_alike(short_run, monkeypatch):
-    final = short_run / "final"
-    tokenizer = AutoTokenizer.from_pretrained(final)
-    messages = [{"role": "user", "content": "12 + 30 = ?"}]
-    tokens = np.array(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"], np.int32)
-    assert GenerationConfig.from_pretrained(final).eos_token_id == tokenizer.eos_token_id
-    config = VllmConfig(device="cpu", max_model_len=256, max_num_seqs=2, kv_cache_bytes=8 << 20)
-    for name, value in engine_environment(config).items():
-        monkeypatch.setenv(name, value)
-    replica = await start_vllm(config, name="final", checkpoint=final)
-    try:
-        assert replica.weights.digest == last_published(short_run)[1]
-        (segment,) = await replica.generate(GenerateRequest(request_id="one", token_ids=tokens, max_new_tokens=32))
-    finally:
-        await replica.close()
-    both = np.concatenate([tokens, segment.token_ids])
-    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.float32)
-    expected = reference(model, both, forced=segment.routed_experts.experts)
-    assert logprob_gap(expected, both, segment.logprobs, start=len(tokens)) <= 1
+    eos = AutoTokenizer.from_pretrained(short_run / "final").eos_token_id
+    assert GenerationConfig.from_pretrained(short_run / "final").eos_token_id == eos
 
 
 @WHOLE_RUN
 def test_a_run_keeps_to_the_schedule_of_another_run(tmp_path, warm_starts, short_run):
     options = (*SHORT, "validation.prompts=0", f"schedule={short_run}")
-    process = start(tmp_path / "second", warm_starts, *options, "total_train_steps=4", "loss=ppo_clip")
-    output = finish(process)
-    assert process.returncode == 0, output
+    complete(tmp_path / "second", warm_starts, *options, "total_train_steps=4", "loss=ppo_clip")
     plans = [lines(short_run, "schedule.jsonl"), lines(tmp_path / "second", "metrics.jsonl")]
     groups = sorted((g for line in plans[0] for g in line["groups"]), key=lambda g: g["group"])
     trained = [g for g in lines(tmp_path / "second", "ledger.jsonl") if g["outcome"] == "trained"]
-    assert [g["admitted_version"] for g in sorted(trained, key=lambda g: g["group"])] == [
-        g["admitted_update"] for g in groups
-    ]
+    versions = [g["admitted_version"] for g in sorted(trained, key=lambda g: g["group"])]
+    assert versions == [g["admitted_update"] for g in groups]
     for line, step in zip(*plans, strict=True):
         oldest = min(spans[0][0] for group in line["groups"] for spans in group["spans"])
         assert step["staleness/max"] == line["train_step"] - 1 - oldest
         assert step["ledger/error"] == 0
 
-    process = start(tmp_path / "third", warm_starts, *options, "rollout.groups_per_batch=2")
-    output = finish(process)
-    assert process.returncode == 2, output
+    output = complete(tmp_path / "third", warm_starts, *options, "rollout.groups_per_batch=2", code=2)
     assert "rollout.groups_per_batch" in output
 
 
@@ -178,7 +144,6 @@ def test_an_interrupted_run_resumes_by_its_printed_command_until_a_failure(tmp_p
     wait_for_step(tmp_path, 2, process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: every process of the group gets it
     output = finish(process)
-    assert process.returncode == 0, output
     printed = shlex.split(output.splitlines()[-1].partition("continue with: ")[2])
     done = len(lines(tmp_path, "metrics.jsonl"))
     check_records(tmp_path, steps=done, staleness=1)
@@ -186,8 +151,7 @@ def test_an_interrupted_run_resumes_by_its_printed_command_until_a_failure(tmp_p
     process = spawn([*printed, "total_train_steps=500", "supervision.max_restarts=0"])
     wait_for_step(tmp_path, done + 2, process)
     os.kill(pids(tmp_path)["trainer-0"], signal.SIGKILL)
-    output = finish(process)  # long before cluster.call_timeout_s
-    assert process.returncode == 1, output
+    output = finish(process, code=1)  # long before cluster.call_timeout_s
     assert "total_train_steps: 200 -> 500" in output, output
     last = output.splitlines()
     assert any(line.startswith("error: stage") and "trainer rank 0" in line for line in last[-4:]), output

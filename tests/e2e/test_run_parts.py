@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.runs import check_records, check_rollouts, finish, k3_bound, pids, start
+from tests.e2e.runs import check_records, check_rollouts, complete, k3_bound, pids
 from tests.helpers.lanes import WHOLE_RUN
 from tests.helpers.traces import check_trace
 
@@ -23,11 +23,7 @@ UNEVEN = (
 
 def run(directory, *overrides):
     """Train steps and groups of a run that ended by itself, with late groups."""
-    process = start(
-        directory, directory / "warm_start", *UNEVEN, f"+task.options.run_directory={directory}", *overrides
-    )
-    output = finish(process)
-    assert process.returncode == 0, output
+    complete(directory, directory / "warm_start", *UNEVEN, f"+task.options.run_directory={directory}", *overrides)
     steps, groups = check_records(directory, steps=STEPS, staleness=1, k3=k3_bound(directory / "warm_start"))
     assert steps[-1]["mismatch/k3_probe"] is not None, "no probe was answered before the publish after it"
     check_rollouts(directory, steps, groups)

@@ -1,24 +1,16 @@
 """A second start, and each command that looks at a run, while the run saves a checkpoint after every step."""
 
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, read_run_state
 from async_rl.run import EXIT_REFUSED
-from tests.e2e.runs import SMALL, check_records, finish, start, wait_for_step
+from tests.e2e.runs import SMALL, check_records, finish, python, start, wait_for_step
 from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = [WHOLE_RUN, pytest.mark.timeout(1000)]
-
-
-def call(module, *arguments):
-    """Exit status and output of a command."""
-    done = subprocess.run([sys.executable, "-m", f"async_rl.{module}", *arguments], capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
 
 
 def test_a_run_is_unharmed_by_a_second_start_and_by_commands(tmp_path):
@@ -28,17 +20,15 @@ def test_a_run_is_unharmed_by_a_second_start_and_by_commands(tmp_path):
         directory, tmp_path / "warm", "checkpoint.every=1", "total_train_steps=1000", "endpoint.run_key=k3y-0"
     )
     wait_for_step(directory, 1, process)
-    code, output = call("run", f"output_dir={link}", *SMALL)
-    assert code == EXIT_REFUSED and f"process {process.pid}" in output and not (directory / "logs" / "ray").exists()
-    code, output = call("run", "--check", f"output_dir={directory}", *SMALL)
-    assert code == 0 and f"process {process.pid}" in output
+    refused = python("-m", "async_rl.run", f"output_dir={link}", *SMALL, code=EXIT_REFUSED).stderr
+    assert f"process {process.pid}" in refused and not (directory / "logs" / "ray").exists()
+    checked = python("-m", "async_rl.run", "--check", f"output_dir={directory}", *SMALL).stdout
+    assert f"process {process.pid}" in checked
     for module in ("report", "view", "explain"):
-        assert call(module, str(directory))[0] == 0
-    code, output = call("export", str(directory), "--out", str(tmp_path / "exported"))
-    assert code == 0, output
+        python("-m", f"async_rl.{module}", directory)
+    python("-m", "async_rl.export", directory, "--out", tmp_path / "exported")
     process.send_signal(signal.SIGINT)
-    output = finish(process)
-    assert process.returncode == 0, output
+    finish(process)
     steps = Checkpoints(directory / "checkpoints", config=CheckpointConfig()).steps()
     assert len(steps) == 2 and [read_run_state(steps[step]).train_step for step in steps] == list(steps)
     check_records(directory, steps=max(steps), staleness=1)

@@ -1,5 +1,7 @@
 """A train step over shared prefixes is that of separate rows: loss, metrics, gradients and logprobs of all kinds."""
 
+import contextlib
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -45,13 +47,10 @@ def checkpoint(tmp_path_factory):
 
 def step(checkpoint, batch, **settings):
     """Metrics, gradients, logprobs after the step, and the metrics of shared prefixes."""
-    trainer = start_trainer(checkpoint, **{"micro_batch_tokens": 300, **settings})
-    try:
+    with contextlib.closing(start_trainer(checkpoint, **{"micro_batch_tokens": 300, **settings})) as trainer:
         metrics = trainer.train(batch)
-        found = gradients(trainer, adapters=bool(settings.get("lora")))
+        found = gradients(trainer, adapters="lora" in settings)
         logprobs = torch.cat(trainer.logprobs(training_batch_of(batch)))
-    finally:
-        trainer.close()
     tree = {name: metrics.pop(name) for name in list(metrics) if name.startswith("tree/")}
     return metrics, found, logprobs, tree
 

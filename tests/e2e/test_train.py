@@ -2,11 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 from tests.architecture.test_imports import ROOT
-from tests.e2e.runs import SMALL, check_records, lines
+from tests.e2e.runs import SMALL, check_records, lines, python
 from tests.helpers.lanes import WHOLE_RUN
 
 SCRIPT = """
@@ -59,15 +57,8 @@ def test_a_task_of_a_script_is_trained_within_its_event_loop_and_continued(tmp_p
     (tmp_path / "script.py").write_text(SCRIPT)
     values = {key: json.loads(value) for key, value in CONFIG.items()}
     values |= {"output_dir": str(tmp_path / "run"), "warm_start.cache": str(tmp_path / "warm"), "name": "script"}
-    done = subprocess.run(
-        [sys.executable, "script.py", json.dumps(values)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = python("script.py", json.dumps(values), cwd=tmp_path, env=environment)
     first, second = map(json.loads, [line for line in done.stderr.splitlines() if line.startswith("[")])
     for (finished, model, step, validation, events), steps in ((first, [1, 2]), (second, [3])):
         assert finished and model == str(tmp_path / "run/final") and step == steps[-1]

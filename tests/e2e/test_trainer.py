@@ -12,7 +12,6 @@ from async_rl.trainer.model.model import ParallelConfig
 from async_rl.trainer.rank import TrainerRank
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from tests.helpers import numerics
-from tests.helpers.updates import read_update
 from tests.parallel.support import (
     LAYERS,
     MARKS,
@@ -21,12 +20,14 @@ from tests.parallel.support import (
     VOCAB,
     assert_equal_gradients,
     assert_equal_steps,
+    assert_same,
+    expected_step,
+    exported,
     gradients,
     largest_difference,
     load_reference,
     make_batch,
     make_supervised_batch,
-    policy_terms,
     reference_step,
     start_trainer,
     supervised_terms,
@@ -54,20 +55,16 @@ METRICS = {
 }
 
 
-def weights(trainer, folder):
-    return dict(read_update(trainer.export(folder, version=0).path))
-
-
-def test_train_reports_every_metric_and_moves_the_weights(checkpoint, tmp_path):
+def test_train_reports_every_metric_and_moves_the_weights(checkpoint):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
-    before = weights(trainer, tmp_path)
+    before = exported(trainer)
     metrics = trainer.train(make_batch())
     assert metrics.keys() == METRICS
     absent = {f"{key}_{lag}" for key in BY_LAG for lag in LAGS if lag != "lag0"}  # every token is of lag 0
     assert {key for key, value in metrics.items() if not math.isfinite(value)} == absent
     assert metrics["lr"] == pytest.approx(1.5e-3)
-    after = weights(trainer, tmp_path)
-    assert all(not torch.equal(before[name], after[name]) for name in before)
+    after = exported(trainer)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_supervised_loss_is_the_mean_over_the_masked_tokens(checkpoint):
@@ -128,17 +125,16 @@ def test_groups_without_spread_are_left_out_of_the_forward_pass_and_count(checkp
         assert published[key] == pytest.approx(alone[key] * share, rel=1e-4)
 
 
-def test_a_batch_without_any_spread_moves_nothing_but_the_schedule(checkpoint, tmp_path):
+def test_a_batch_without_any_spread_moves_nothing_but_the_schedule(checkpoint):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
-    before = weights(trainer, tmp_path)
+    before = exported(trainer)
     batch = make_batch()
     batch["informative"] = torch.zeros(6, dtype=torch.bool)
     metrics = trainer.train(batch)
     assert metrics.keys() == METRICS
     assert metrics["tokens"] == 0
     assert metrics["lr"] == pytest.approx(1.5e-3)
-    after = weights(trainer, tmp_path)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(exported(trainer), before)
     assert trainer.train(make_batch())["lr"] == pytest.approx(3e-3)
 
 
@@ -149,7 +145,7 @@ def test_kl_uses_the_reference_logprobs_of_the_batch(checkpoint):
     same = trainer.train(batch)["loss"]
     batch["reference_logprobs"] = batch["reference_logprobs"] - 0.5
     other = trainer.train(batch)["loss"]
-    expected = reference_step(load_reference(checkpoint), batch, policy_terms(DecoupledPPO()))
+    expected = expected_step(checkpoint, batch)
     # k3 of the reference is at most as steep as 1 in a logprob.
     bound = 2 * expected.loss_bound + 0.1 * 2 * expected.logprob_bound
     numerics.assert_within(abs(other - same - 0.1 * (math.exp(-0.5) - 0.5)), bound)
@@ -175,15 +171,14 @@ def test_the_reference_of_kl_stays_at_the_start_until_the_optimizer_is_reset(che
     assert away > 100 * bound
 
 
-def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(checkpoint, tmp_path):
+def test_a_gradient_that_is_not_finite_is_refused_and_changes_nothing(checkpoint):
     trainer = start_trainer(checkpoint, optimizer=ADAM)
-    before = weights(trainer, tmp_path)
+    before = exported(trainer)
     batch = make_batch()
     batch["advantages"][1] = float("inf")
     with pytest.raises(FloatingPointError, match="update 0"):
         trainer.train(batch)
-    after = weights(trainer, tmp_path)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(exported(trainer), before)
 
 
 def test_a_trainer_of_another_world_size_is_refused(checkpoint):
@@ -207,7 +202,7 @@ def test_the_reference_is_the_frozen_weights_of_the_start(checkpoint):
     for batch, reference in zip(batches, references, strict=True):
         frozen_metrics = frozen.train(batch.clone())
         given_metrics = given.train(batch.clone().set("reference_logprobs", reference))
-        expected = reference_step(load_reference(checkpoint), batch, policy_terms(DecoupledPPO()))
+        expected = expected_step(checkpoint, batch)
         # k3 of the reference is at most as steep as exp(0.5) in a logprob.
         bound = 2 * (expected.loss_bound + KL.kl_coefficient * math.exp(0.5) * expected.logprob_bound)
         numerics.assert_within(abs(frozen_metrics["loss"] - given_metrics["loss"]), bound)

@@ -12,17 +12,19 @@ from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests.conformance.reference import routers_of
+from tests.e2e.families import MODELS, Family
 from tests.helpers import numerics, tiny_models
-from tests.parallel.lora import LORA, adapter_gradients, adapters_of, add_adapters, start_lora_trainer
+from tests.parallel.lora import LORA, add_adapters, start_lora_trainer
 from tests.parallel.resharding import whole_tensors
 from tests.parallel.support import (
     MARKS,
     assert_equal_steps,
     assert_near,
+    assert_same,
+    expected_step,
     exported,
+    gradients,
     load_reference,
-    make_batch,
     policy_terms,
     reference_step,
     start_trainer,
@@ -31,44 +33,26 @@ from tests.parallel.support import (
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 ADAM = OptimizerConfig(lr=1e-2, weight_decay=0.01)
-LATENT = {"q_lora_rank": 48, "kv_lora_rank": 40, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
-MODELS = {
-    "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
-    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(num_hidden_layers=3),
-    "qwen2_moe": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=3),
-    "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
-    "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT),
-}
 TWO_FAMILIES = pytest.mark.parametrize("model", ["qwen3", "qwen3_moe"], indirect=True)
 
 
-class Model:
-    """A checkpoint and its batches."""
-
-    def __init__(self, name, folder):
-        self.checkpoint = tiny_models.save_checkpoint(MODELS[name](), folder, seed=1, vectors=True)
-        self.layers = len(routers_of(load_reference(self.checkpoint)))
-        self.replay = "R3" if self.layers else "none"
+class Model(Family):
+    """A family whose trainers have adapters."""
 
     def start(self, **changes):
-        return start_lora_trainer(self.checkpoint, **{"router_replay": self.replay, **changes})
+        return start_lora_trainer(self.checkpoint, **(self.settings | changes))
 
-    def batch(self, **changes):
-        batch = make_batch((23, 9, 31, 14), routed=self.layers > 0, layers=self.layers, **changes)
-        batch["token_ids"].clamp_(min=1)  # transformers takes no gradient for the padding token, 0
-        return batch
-
-    def expected(self, trainer, batch):
+    def expected_of(self, trainer, batch):
         """One update of `batch` by transformers with the adapters of the trainer."""
         reference = load_reference(self.checkpoint)
-        names = add_adapters(reference, adapters_of(trainer), scale=LORA.alpha / LORA.rank)
+        names = add_adapters(reference, exported(trainer, adapters=True), scale=LORA.alpha / LORA.rank)
         found = reference_step(reference, batch, policy_terms(DecoupledPPO()), routed=self.layers > 0)
         return replace(found, gradients={names[name]: gradient for name, gradient in found.gradients.items()})
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3"])
 def model(request, tmp_path_factory):
-    return Model(request.param, tmp_path_factory.mktemp("lora") / request.param)
+    return Model(MODELS[request.param](), tmp_path_factory.mktemp("lora"))
 
 
 def base_weights(trainer):
@@ -80,10 +64,9 @@ def base_weights(trainer):
 @pytest.mark.parametrize("changes", [{}, {"recompute": "full"}, {"recompute": "selective", "packing": False}], ids=str)
 def test_gradients_of_adapters_equal_those_of_a_float64_reference(model, changes):
     trainer, batch = model.start(**changes), model.batch()
-    expected = model.expected(trainer, batch)
+    expected = model.expected_of(trainer, batch)
     metrics = trainer.train(batch)
-    grads = adapter_gradients(trainer)
-    assert_equal_steps(metrics["loss"], grads, expected)
+    assert_equal_steps(metrics["loss"], gradients(trainer, adapters=True), expected)
     assert all(gradient.any() for gradient in expected.gradients.values())
     assert expected.gradient_bound < 1e-2
     norm = torch.stack([g.double().square().sum() for g in expected.gradients.values()]).sum().sqrt().item()
@@ -91,12 +74,12 @@ def test_gradients_of_adapters_equal_those_of_a_float64_reference(model, changes
 
 
 def test_the_start_weights_are_those_of_the_checkpoint_bit_for_bit(model):
-    trainer, plain = model.start(spread=False), start_trainer(model.checkpoint, router_replay=model.replay)
-    ours, theirs = exported(trainer), exported(plain)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    batch = model.batch()  # the same weights elsewhere in memory may be added up in another order
-    assert_near(trainer.logprobs(batch), plain.logprobs(batch), bound=2 * model.expected(trainer, batch).logprob_bound)
+    trainer, plain = model.start(spread=False), start_trainer(model.checkpoint, **model.settings)
+    assert_same(exported(trainer), exported(plain))
+    batch = model.batch()
+    # The same weights elsewhere in memory may be added up in another order.
+    bound = 2 * model.expected_of(trainer, batch).logprob_bound
+    assert_near(trainer.logprobs(batch), plain.logprobs(batch), bound=bound)
 
 
 def test_updates_change_every_adapted_weight_and_no_base_weight(model):
@@ -104,23 +87,19 @@ def test_updates_change_every_adapted_weight_and_no_base_weight(model):
     base, merged = base_weights(trainer), exported(trainer)
     for seed in (1, 2):
         trainer.train(model.batch(seed=seed))
-    after, now = base_weights(trainer), exported(trainer)
-    assert all(torch.equal(after[name], weight) for name, weight in base.items())
-    adapted = {name.replace(".lora_A", "") for name in adapters_of(trainer) if ".lora_A" in name}
+    now = exported(trainer)
+    assert_same(base_weights(trainer), base)
+    adapted = {name.replace(".lora_A", "") for name in exported(trainer, adapters=True) if ".lora_A" in name}
     assert {name for name, weight in merged.items() if not torch.equal(now[name], weight)} == adapted
     frozen = ("embed_tokens", "lm_head", "norm", ".gate.", "bias", "shared_expert_gate")
     assert {name for name in merged if name not in adapted} == {n for n in merged if any(f in n for f in frozen)}
-
-
-def test_only_adapters_have_gradients_and_optimizer_state(model):
-    trainer = model.start(optimizer=ADAM)
-    trainer.train(model.batch())
-    adapters = sum(tensor.numel() for tensor in adapters_of(trainer).values())
+    # Only adapters have gradients and optimizer state.
+    adapters = sum(tensor.numel() for tensor in exported(trainer, adapters=True).values())
     buffers = [b for w in trainer.model.wrapped for b in (*w.buffers, *w.expert_parallel_buffers)]
     state = [t for part in trainer._optimizer._parts() for s in part.optimizer.state.values() for t in s.values()]
     assert adapters <= sum(b.grad_data.numel() for b in buffers) < 1.05 * adapters + 1024
     assert sum(t.numel() for t in state if t.dim()) == 2 * adapters  # both moments
-    assert adapters < sum(t.numel() for t in exported(trainer).values()) / 4
+    assert adapters < sum(t.numel() for t in now.values()) / 4
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
@@ -147,18 +126,16 @@ def test_the_forward_pass_uses_the_exported_numbers(model, dtype, tmp_path):
     trainer = model.start(dtype=dtype, optimizer=ADAM)
     trainer.train(model.batch())
     trainer.save_pretrained(tmp_path / "final", like=model.checkpoint)
-    plain = start_trainer(tmp_path / "final", dtype=dtype, router_replay=model.replay)
+    plain = start_trainer(tmp_path / "final", dtype=dtype, **model.settings)
     assert torch.equal(trainer.logprobs(model.batch()), plain.logprobs(model.batch()))
-    ours, theirs = exported(trainer), exported(plain)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(exported(trainer), exported(plain))
 
 
 def test_the_merged_checkpoint_loads_in_transformers(model, tmp_path):
     trainer, batch = model.start(optimizer=ADAM), model.batch()
     trainer.train(batch)
     trainer.save_pretrained(tmp_path / "final", like=model.checkpoint)
-    reference = load_reference(tmp_path / "final")
-    expected = reference_step(reference, batch, policy_terms(DecoupledPPO()), routed=model.layers > 0)
+    expected = expected_step(tmp_path / "final", batch, routed=model.layers > 0)
     mask = batch["loss_mask"]
     assert_near(trainer.logprobs(batch)[mask], expected.logprobs[mask], bound=expected.logprob_bound)
 
@@ -196,7 +173,7 @@ def test_the_reference_of_the_kl_term_is_the_start_checkpoint(model):
     with trainer._reference.loaded():
         assert torch.equal(trainer.logprobs(batch), plain.logprobs(batch))
     assert not torch.equal(trainer.logprobs(batch), plain.logprobs(batch))
-    adapters = sum(tensor.numel() for tensor in adapters_of(trainer).values())
+    adapters = sum(tensor.numel() for tensor in exported(trainer, adapters=True).values())
     assert sum(tensor.numel() for tensor in trainer._reference._saved) < 1.01 * adapters
 
 
@@ -204,12 +181,8 @@ def test_the_reference_of_the_kl_term_is_the_start_checkpoint(model):
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_has_the_adapters_alone_and_resumes_exactly(model, dtype, distributed_optimizer, tmp_path):
-    settings = {
-        "dtype": dtype,
-        "distributed_optimizer": distributed_optimizer,
-        "optimizer": ADAM,
-        "loss": DecoupledPPO(kl_coefficient=0.1),
-    }
+    settings = {"dtype": dtype, "distributed_optimizer": distributed_optimizer, "optimizer": ADAM}
+    settings |= {"loss": DecoupledPPO(kl_coefficient=0.1)}
     trainer = model.start(**settings)
     trainer.train(model.batch(seed=1))
     trainer.save(tmp_path / "state").result()
@@ -217,36 +190,28 @@ def test_a_checkpoint_has_the_adapters_alone_and_resumes_exactly(model, dtype, d
     other.restore(tmp_path / "state")
     for seed in (2, 3):
         assert str(other.train(model.batch(seed=seed))) == str(trainer.train(model.batch(seed=seed)))
-    ours, theirs = exported(other), exported(trainer)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(exported(other), exported(trainer))
     saved = whole_tensors(tmp_path / "state")
     assert all(".lora." in name for name in saved)
-    assert {name.split("decoder.")[0] for name in saved} == {
-        "", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "reference."
-    }  # fmt: skip
+    kinds = {"", "optimizer.exp_avg.", "optimizer.exp_avg_sq.", "reference."}
+    assert {name.split("decoder.")[0] for name in saved} == kinds
     assert all(tensor.dtype == torch.float32 for tensor in saved.values())
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 @pytest.mark.parametrize(
-    ("lora", "field"),
+    ("seed", "lora", "field"),
     [
-        (LoraConfig(), "trainer.lora.rank"),
-        (replace(LORA, rank=8), "trainer.lora.rank"),
-        (replace(LORA, alpha=7.0), "trainer.lora.alpha"),
-        (replace(LORA, target_modules=("q_proj",)), "trainer.lora.target_modules"),
+        (1, LoraConfig(), "trainer.lora.rank"),
+        (1, replace(LORA, rank=8), "trainer.lora.rank"),
+        (1, replace(LORA, alpha=7.0), "trainer.lora.alpha"),
+        (1, replace(LORA, target_modules=("q_proj",)), "trainer.lora.target_modules"),
+        (2, LORA, "start checkpoint"),
     ],
     ids=str,
 )
-def test_a_checkpoint_of_other_adapters_is_refused(model, lora, field, tmp_path):
+def test_a_checkpoint_of_other_adapters_or_another_start_is_refused(model, seed, lora, field, tmp_path):
     model.start().save(tmp_path / "state").result()
+    start = tiny_models.save_checkpoint(MODELS["qwen3"](), tmp_path / "model", seed=seed, vectors=True)
     with pytest.raises(TrainerCheckpointError, match=field):
-        start_trainer(model.checkpoint, lora=lora, router_replay="none").restore(tmp_path / "state")
-
-
-@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_adapters_of_another_start_checkpoint_are_refused(model, tmp_path):
-    model.start().save(tmp_path / "state").result()
-    other = tiny_models.save_checkpoint(MODELS["qwen3"](), tmp_path / "model", seed=2, vectors=True)
-    with pytest.raises(TrainerCheckpointError, match="start checkpoint"):
-        start_trainer(other, lora=LORA, router_replay="none").restore(tmp_path / "state")
+        start_trainer(start, lora=lora, router_replay="none").restore(tmp_path / "state")

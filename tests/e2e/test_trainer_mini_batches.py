@@ -16,6 +16,8 @@ from tests.parallel.support import (
     MARKS,
     TOP_K,
     assert_equal_gradients,
+    assert_same,
+    exported,
     gradients,
     live_routing,
     load_reference,
@@ -112,6 +114,15 @@ def steps_of(trainer, batch, folder, checkpoint, **options):
     return trainer.train(batch, **options), seen
 
 
+def assert_steps(steps, batch, *, name, proximal):
+    """Each step has the gradient of its mini-batch, at its weights."""
+    assert len(steps) == 4
+    for number, (folder, found) in enumerate(steps):
+        part = batch["mini_batch"] == number
+        expected = reference_step(load_reference(folder), batch[part], plain_terms(name, proximal[part]))
+        assert_equal_gradients(found, expected)
+
+
 def all_logprobs(_batch, logprobs, _entropy):
     return logprobs
 
@@ -126,11 +137,7 @@ def test_each_mini_batch_has_the_gradient_of_the_formula(checkpoint, batch, owne
     )
     metrics, steps = steps_of(trainer, given, tmp_path, checkpoint)
     proximal = reference_step(start, given, all_logprobs).logprobs
-    assert len(steps) == 4
-    for number, (folder, found) in enumerate(steps):
-        part = given["mini_batch"] == number
-        expected = reference_step(load_reference(folder), given[part], plain_terms(name, proximal[part]))
-        assert_equal_gradients(found, expected)
+    assert_steps(steps, given, name=name, proximal=proximal)
     assert 0 < metrics["clip/fraction"] < 1
     assert metrics["lr"] == ADAM.lr
 
@@ -146,11 +153,7 @@ def test_each_mini_batch_has_advantages_with_the_kl_of_the_whole_batch(checkpoin
     kl = [(p - r)[own] for p, r, own in zip(proximal, reference, mask, strict=True)]
     found = torch.cat(penalised_advantages(batch, kl, name=name, coefficient=0.3))
     given = batch.clone().set("advantages", torch.zeros(mask.shape).double().masked_scatter_(mask, found))
-    assert len(steps) == 4
-    for number, (folder, grads) in enumerate(steps):
-        part = given["mini_batch"] == number
-        terms = plain_terms("decoupled_ppo", proximal[part])
-        assert_equal_gradients(grads, reference_step(load_reference(folder), given[part], terms))
+    assert_steps(steps, given, name="decoupled_ppo", proximal=proximal)
     assert metrics["kl/penalty"] == pytest.approx(0.3 * torch.cat(kl).sum().item() / len(batch), rel=1e-3)
 
 
@@ -215,7 +218,4 @@ def test_a_kill_between_mini_batches_leaves_no_part_of_the_batch(checkpoint, bat
     expected, found = whole.train(batch), after.train(batch)
     assert after._optimizer.updates == whole._optimizer.updates == 4
     assert found == expected
-    for trainer in (whole, after):
-        trainer.save_pretrained(tmp_path / f"weights-{id(trainer)}", like=checkpoint)
-    ours, theirs = (load_reference(tmp_path / f"weights-{id(t)}").state_dict() for t in (after, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same(exported(after), exported(whole))

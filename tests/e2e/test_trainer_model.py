@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from async_rl.trainer.batch.routed_experts import BatchError
 from async_rl.trainer.export import export_update
@@ -18,12 +17,12 @@ from async_rl.weights.model_info import CheckpointError
 from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import readable_by_ranks, update_files
-from tests.helpers import numerics
 from tests.helpers.updates import read_update
 from tests.parallel.support import (
     MARKS,
-    assert_equal_steps,
-    gradients,
+    assert_same,
+    assert_trains_as,
+    exported,
     load_reference,
     make_batch,
     policy_terms,
@@ -55,11 +54,6 @@ def expected(reference):
     return reference_step(reference, make_batch(), policy_terms(LOSS))
 
 
-def saved_weights(folder):
-    with safe_open(next(folder.glob("*.safetensors")), "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
 def test_an_export_removes_versions_that_are_needed_no_longer(trainer, tmp_path):
     folder = tmp_path / "versions"
     for version in (1, 2):
@@ -79,8 +73,7 @@ def test_a_trainer_overwrites_the_files_of_removed_versions(checkpoint, tmp_path
         for version in range(1, 5):
             update = training.export(Path(memory), version=version, keep_version=version - 1)
             assert update.weights == training.export(tmp_path, version=version).weights
-            found, expected = (dict(read_update(path / update.path.name)) for path in (Path(memory), tmp_path))
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert_same(*(dict(read_update(path / update.path.name)) for path in (Path(memory), tmp_path)))
             used[version] = [path.stat().st_ino for path in update_files(update.path)]
             training.train(make_batch())
         assert (used[3], used[4]) == (used[1], used[2])
@@ -98,9 +91,7 @@ def test_a_trainer_keeps_the_weights_of_versions_that_engines_receive(checkpoint
     for update in list(expected)[1:]:
         delivery = json.loads(readable_by_ranks(update, timeout_s=30.0))
         buckets = received(delivery, rank=0, ranks=1, device=torch.device("cpu"))
-        found = {name: tensor for bucket in buckets for name, tensor in bucket}
-        assert found.keys() == expected[update].keys()
-        assert all(torch.equal(tensor, expected[update][name]) for name, tensor in found.items())
+        assert_same({name: tensor for bucket in buckets for name, tensor in bucket}, expected[update])
     training._versions.close()
 
 
@@ -114,8 +105,7 @@ def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer,
         complete = export_update(changing._versions.source, whole, version=version, keep_version=version)
         store.fetch(update.path)
         assert update.weights == complete.weights
-        found, expected = (dict(read_update(path)) for path in (store.local(update.path), complete.path))
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert_same(*(dict(read_update(path)) for path in (store.local(update.path), complete.path)))
         names = {path.suffix for path in update.path.glob("bucket-*")}
         assert names == {".safetensors" if version == 1 else ".delta"}
         changing.train(make_batch())
@@ -128,9 +118,7 @@ def test_fused_expert_tensors_are_read_like_single_ones(trainer, reference, chec
     fused = {name: p.detach().contiguous() for name, p in reference.named_parameters()}
     assert any(name.endswith("experts.gate_up_proj") for name in fused)
     save_file(fused, folder / "model.safetensors")
-    other = start_trainer(folder)
-    ours, theirs = (dict(read_update(t.export(tmp_path, version=i).path)) for i, t in enumerate((trainer, other)))
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same(exported(start_trainer(folder)), exported(trainer))
 
 
 @pytest.mark.parametrize(
@@ -143,37 +131,21 @@ def test_fused_expert_tensors_are_read_like_single_ones(trainer, reference, chec
     ids=str,
 )
 def test_layout_of_the_work_changes_nothing(trainer, checkpoint, expected, changes):
-    other = start_trainer(checkpoint, loss=LOSS, **changes)
-    metrics = other.train(make_batch())
-    assert_equal_steps(metrics["loss"], gradients(other), expected)
+    assert_trains_as(start_trainer(checkpoint, loss=LOSS, **changes), make_batch(), expected)
 
 
 def test_two_models_in_a_process_do_not_share_routing(trainer, checkpoint, expected):
     other = start_trainer(checkpoint, loss=LOSS)
     other.logprobs(make_batch(seed=9))
-    metrics = trainer.train(make_batch())
-    assert_equal_steps(metrics["loss"], gradients(trainer), expected)
+    assert_trains_as(trainer, make_batch(), expected)
 
 
 @pytest.mark.parametrize("free", [slice(3, 8), slice(None)], ids=["some", "all"])
 def test_rows_of_minus_one_are_routed_by_the_live_router(trainer, reference, free):
     batch = make_batch()
     batch["routed_experts"][:, free] = -1
-    expected = reference_step(reference, batch, policy_terms(LOSS))
-    metrics = trainer.train(batch)
-    assert_equal_steps(metrics["loss"], gradients(trainer), expected)
+    metrics = assert_trains_as(trainer, batch, reference_step(reference, batch, policy_terms(LOSS)))
     assert (metrics["routing/fallback_fraction"] == 1.0) == (free == slice(None))
-
-
-def test_same_weights_and_routing_give_no_mismatch_at_lag_zero(trainer, expected):
-    batch = make_batch()
-    batch["behaviour_logprobs"] = trainer.logprobs(batch)
-    metrics = trainer.train(batch)
-    drift = 2 * expected.logprob_bound  # of logprobs that were computed twice
-    numerics.assert_within(metrics["mismatch/abs_max"], drift)
-    # k3 is exp(d) - 1 - d = d^2 / 2 + ..., computed from a float32 exp(d) or better.
-    numerics.assert_within(metrics["mismatch/k3_lag0"], drift**2 + numerics.EPSILON)
-    numerics.assert_within(abs(metrics["ess/token"] - 1), 4 * drift)  # weights are within exp(-drift) and exp(drift)
 
 
 def fault_at(batch, value):
@@ -207,6 +179,6 @@ LESS = "model.layers.2.self_attn.o_proj.weight"
 )
 def test_a_checkpoint_with_other_tensors_is_refused(checkpoint, trainer, tmp_path, change, named):
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    save_file(change(saved_weights(checkpoint)), tmp_path / "model.safetensors")
+    save_file(change(load_file(checkpoint / "model.safetensors")), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=named):
         start_trainer(tmp_path)

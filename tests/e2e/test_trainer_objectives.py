@@ -18,12 +18,10 @@ from tests.parallel.support import (
     MARKS,
     assert_equal_gradients,
     assert_equal_metrics,
-    assert_equal_steps,
+    assert_trains_as,
+    expected_step,
     gradients,
-    load_reference,
     make_batch,
-    policy_terms,
-    reference_step,
     start_trainer,
 )
 
@@ -53,19 +51,33 @@ def loss_config(name, **changes):
     return make_loss(name, bounds=bounds, **({"aggregation": "token_mean"} | changes))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_gradient_are_those_of_transformers_with_the_same_objective(checkpoint, batch, name):
-    config = loss_config(name, aggregation="sequence_mean")
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        *((name, {"aggregation": "sequence_mean"}) for name in NAMES),
+        ("decoupled_ppo", {"aggregation": "fixed_length", "fixed_length": 10}),
+    ],
+    ids=str,
+)
+def test_loss_and_gradient_are_those_of_transformers_with_the_same_objective(checkpoint, batch, name, changes):
+    config = loss_config(name, **changes)
     trainer = start_trainer(checkpoint, loss=config, micro_batch_tokens=40)
-    metrics = trainer.train(batch)
-    assert_equal_steps(metrics["loss"], gradients(trainer), reference_of(checkpoint, batch, config))
+    metrics = assert_trains_as(trainer, batch, expected_step(checkpoint, batch, config))
     touched = [metrics[f"{kind}/fraction"] for kind in config.filters]
     assert any(0 < share < 1 for share in touched), touched
+    assert_filters_are_reported(metrics, config.filters)
 
 
-def reference_of(checkpoint, batch, config):
-    """One update by transformers."""
-    return reference_step(load_reference(checkpoint), batch, policy_terms(config))
+def assert_filters_are_reported(metrics, filters):
+    """Each filter of the objective by sign and lag, and no other filter."""
+    assert all(metric_of(key) is not None for key in metrics), metrics.keys()
+    for kind in filters:
+        total = metrics[f"{kind}/fraction"] * metrics["tokens"]
+        by_lag = [metrics[f"{kind}/fraction_{lag}"] * metrics[f"tokens/{lag}"] for lag in LAGS if lag != "lag0_mixed"]
+        by_sign = [metrics[f"{kind}/fraction_{s}"] * metrics[f"tokens/{s}"] for s in ("positive", "negative")]
+        assert sum(by_lag) == pytest.approx(total)
+        assert sum(by_sign) == pytest.approx(total)
+    assert {kind for kind in ("clip", "truncate", "mask") if f"{kind}/fraction" in metrics} <= {*filters}
 
 
 def in_two(batch):
@@ -89,7 +101,7 @@ def test_a_trajectory_in_several_sequences_has_one_weight(checkpoint, batch, nam
     config = loss_config(name, aggregation=aggregation)
     whole, split = (start_trainer(checkpoint, loss=config, micro_batch_tokens=1) for _ in range(2))
     expected, found = whole.train(batch), split.train(in_two(batch))
-    reference = reference_of(checkpoint, batch, config)
+    reference = expected_step(checkpoint, batch, config)
     kept = [
         {k: v for k, v in metrics.items() if not k.startswith(("routing", "tree"))} for metrics in (found, expected)
     ]
@@ -97,28 +109,12 @@ def test_a_trajectory_in_several_sequences_has_one_weight(checkpoint, batch, nam
     assert_equal_gradients(gradients(split), reference, gradients(whole))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_objective_reports_its_filters_by_sign_and_lag(checkpoint, batch, name):
-    config = loss_config(name)
-    metrics = start_trainer(checkpoint, loss=config).train(batch)
-    assert all(metric_of(key) is not None for key in metrics), metrics.keys()
-    for kind in config.filters:
-        total = metrics[f"{kind}/fraction"] * metrics["tokens"]
-        by_lag = [metrics[f"{kind}/fraction_{lag}"] * metrics[f"tokens/{lag}"] for lag in LAGS if lag != "lag0_mixed"]
-        by_sign = [metrics[f"{kind}/fraction_{s}"] * metrics[f"tokens/{s}"] for s in ("positive", "negative")]
-        assert sum(by_lag) == pytest.approx(total)
-        assert sum(by_sign) == pytest.approx(total)
-    assert not {f"{kind}/fraction" for kind in ("clip", "truncate", "mask") if kind not in config.filters} & (
-        metrics.keys()
-    )
-
-
 def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
     mask = batch["loss_mask"]
     d = (owner.logprobs(batch) - batch["behaviour_logprobs"])[mask].double().numpy()
     lag = batch["lag"][mask].numpy()
     metrics = start_trainer(checkpoint).train(batch)
-    drift = 2 * reference_of(checkpoint, batch, DecoupledPPO()).logprob_bound
+    drift = 2 * expected_step(checkpoint, batch).logprob_bound
     for suffix, kept in (("", lag >= 0), ("_lag0", lag == 0), ("_lag1", lag == 1), ("_lag3", lag >= 3)):
         steepness = abs(np.exp(d) - 1)[kept].max()
         k3 = (np.exp(d) - 1 - d)[kept].mean()
@@ -129,20 +125,10 @@ def test_mismatch_is_that_of_the_tokens_of_each_lag(checkpoint, batch, owner):
         assert p99 - drift <= metrics[f"mismatch/abs_p99{suffix}"] <= (p99 + drift) * 2 ** (1 / 8)
 
 
-def test_a_fixed_length_loss_is_a_multiple_of_the_token_mean(checkpoint, batch):
-    mean, fixed = (
-        start_trainer(checkpoint, loss=DecoupledPPO(**changes)).train(batch)["loss"]
-        for changes in ({}, {"aggregation": "fixed_length", "fixed_length": 10})
-    )
-    factor = int(batch["loss_mask"].sum()) / (10 * len(batch))
-    expected = reference_of(checkpoint, batch, DecoupledPPO())
-    numerics.assert_within(abs(fixed - mean * factor), 2 * factor * expected.loss_bound)
-
-
 def test_the_distance_to_the_reference_is_reported_with_a_kl_term(checkpoint, batch, owner):
     current = owner.logprobs(batch)
     given = batch.clone().set("reference_logprobs", current - 0.5).set("behaviour_logprobs", current)
-    drift = 2 * reference_of(checkpoint, batch, DecoupledPPO()).logprob_bound
+    drift = 2 * expected_step(checkpoint, batch).logprob_bound
     for estimator in ("k1", "k2", "k3"):
         loss = DecoupledPPO(kl_coefficient=0.1, kl_estimator=estimator)
         metrics = start_trainer(checkpoint, loss=loss).train(given.clone())
@@ -162,10 +148,9 @@ def with_kl_in_reward(batch, owner):
 def test_the_kl_in_the_reward_gives_the_step_of_transformers(checkpoint, batch, owner, name):
     given, loss = with_kl_in_reward(batch, owner)
     trainer = start_trainer(checkpoint, loss=loss, micro_batch_tokens=40)
-    metrics = trainer.train(given, advantage=name)
-    terms = policy_terms(loss, reference=lambda _: given["reference_logprobs"], advantage=name)
-    expected = reference_step(load_reference(checkpoint), given, terms)
-    assert_equal_steps(metrics["loss"], gradients(trainer), expected)
+    terms = {"reference": lambda _: given["reference_logprobs"], "advantage": name}
+    expected = expected_step(checkpoint, given, loss, **terms)
+    metrics = assert_trains_as(trainer, given, expected, advantage=name)
     mask = given["loss_mask"]
     kl = (expected.logprobs - given["reference_logprobs"])[mask]
     assert kl.abs().mean() > 0.1

@@ -47,13 +47,11 @@ def sampled(rng, tokens, *, version, stop_reason=StopReason.STOP, first=None):
     ids = rng.integers(1, VOCAB, tokens).astype(np.int32)
     if first is not None:
         ids[0] = first
-    logprobs = rng.uniform(-7, -3, tokens).astype(np.float32)
-    weights = WeightVersion(version, "digest")
     return TokenOutput(
         token_ids=ids,
-        logprobs=logprobs,
+        logprobs=rng.uniform(-7, -3, tokens).astype(np.float32),
         routed_experts=None,
-        weights=weights,
+        weights=WeightVersion(version, "digest"),
         stop_reason=stop_reason,
         replica=f"replica-{version % 2}",
     )
@@ -107,10 +105,14 @@ def prepared(made):
     return replace(batch, recorded=recorded_groups(heads, trajectories=64, seed=0, train_step=UPDATE + 2))
 
 
+def start_recording(checkpoint, directory, **changes):
+    recorder = RolloutRecorder(directory, config=RecordConfig(steps=1), tokenizer=Numbers())
+    return start_trainer(checkpoint, recorder=recorder, **(OPTIONS | changes))
+
+
 def record(checkpoint, directory, batch):
     """Metrics and rows of a train step."""
-    recorder = RolloutRecorder(directory, config=RecordConfig(steps=10), tokenizer=Numbers())
-    trainer = start_trainer(checkpoint, recorder=recorder, **OPTIONS)
+    trainer = start_recording(checkpoint, directory)
     before = trainer.logprobs(batch)
     metrics = trainer.train(batch)
     trainer.save(directory / "state").result()  # waits for the file
@@ -137,14 +139,10 @@ def assert_shares(rows):
                 behaviour, proximal, current = (
                     np.float64(row[name][at]) for name in ("behaviour_logprobs", "proximal_logprobs", "logprobs")
                 )
-                ratio, clipped = np.exp(current - proximal), "clip" in row["effect"][at]
+                correction = min(np.exp(proximal - behaviour), LOSS.behaviour_weight_cap)
+                weight = correction * np.exp(current - proximal) * ("clip" not in row["effect"][at])
                 found.append(share)
-                expected.append(
-                    abs(row["advantage"])
-                    * min(np.exp(proximal - behaviour), LOSS.behaviour_weight_cap)
-                    * ratio
-                    * (not clipped)
-                )
+                expected.append(abs(row["advantage"]) * weight)
         assert found and found == pytest.approx(np.array(expected) / np.sum(expected), rel=1e-3)
         assert mini_batch == 0 or min(found) == 0, "a clipped token has no share"
 
@@ -176,19 +174,13 @@ def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path
             (14, 2, 8, now - 8),
             (16, 6, 10, now - 10),
         ]
-        assert [(s["replica"], s["stop_reason"]) for s in row["segments"]][:2] == [
-            ("replica-1", "abort"),
-            ("replica-0", "stop"),
-        ]
+        ends = [(s["replica"], s["stop_reason"]) for s in row["segments"][:2]]
+        assert ends == [("replica-1", "abort"), ("replica-0", "stop")]
         assert row["prompt"] == text(ids[:5])
         first, second = row["turns"]
         assert [first["text"], first["reply"]] == [text(ids[a:b]) for a, b in ((5, 12), (12, 14))]
         assert first["tool_calls"] == [{"name": "add", "arguments": '{"a": 1}', "error": None}]
-        assert (second["text"], second["reply"], second["tool_calls"]) == (
-            text(ids[14:]),
-            "",
-            [],
-        )
+        assert (second["text"], second["reply"], second["tool_calls"]) == (text(ids[14:]), "", [])
         trained = [effect not in (None, "too_old", "no_spread") for effect in row["effect"]]
         expected = next(proximal)
         if group.group == 3:
@@ -210,8 +202,7 @@ def test_recorded_rollouts_are_what_was_sampled_and_trained(checkpoint, tmp_path
 
 def test_recorded_advantages_have_the_kl_of_the_reward(checkpoint, tmp_path):
     loss, batch = replace(LOSS, kl_coefficient=0.1, kl_in="reward"), prepared(groups())
-    recorder = RolloutRecorder(tmp_path, config=RecordConfig(steps=1), tokenizer=Numbers())
-    trainer = start_trainer(checkpoint, recorder=recorder, **(OPTIONS | {"loss": loss}))
+    trainer = start_recording(checkpoint, tmp_path, loss=loss)
     reference = start_trainer(checkpoint, router_replay="none").logprobs(batch)
     trainer.train(batch)
     kl = [(p - r).double().numpy() for p, r in zip(trainer.logprobs(batch), reference, strict=True)]
@@ -244,8 +235,7 @@ def test_a_part_of_the_groups_is_recorded_with_the_same_values(checkpoint, tmp_p
 
 def test_recording_on_a_disk_that_refuses_stops_the_next_step_or_save(checkpoint, tmp_path):
     (tmp_path / "rollouts").write_text("no folder")
-    recorder = RolloutRecorder(tmp_path / "rollouts", config=RecordConfig(steps=1), tokenizer=Numbers())
-    trainer = start_trainer(checkpoint, recorder=recorder, **OPTIONS)
+    trainer = start_recording(checkpoint, tmp_path / "rollouts")
     batch = prepared(groups())
     trainer.train(batch)
     with pytest.raises(RecordingError, match=r"rollout\.record\.steps"):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics
 from tests.parallel.support import (
     EXPERTS,
@@ -11,14 +10,12 @@ from tests.parallel.support import (
     MARKS,
     TOP_K,
     assert_equal_metrics,
-    assert_equal_steps,
     assert_near,
+    assert_trains_as,
+    expected_step,
     gradients,
     largest_difference,
-    load_reference,
     make_batch,
-    policy_terms,
-    reference_step,
     start_trainer,
 )
 
@@ -37,11 +34,6 @@ def trainer(checkpoint):
 
 def routers(trainer):
     return {layer: trainer.model.chunks[0].decoder.layers[layer].mlp.router for layer in LAYERS}
-
-
-def reference_of(checkpoint, *, routed=True):
-    """The update of the default batch by transformers."""
-    return reference_step(load_reference(checkpoint), make_batch(), policy_terms(DecoupledPPO()), routed=routed)
 
 
 def router_inputs(trainer, batch):
@@ -82,17 +74,16 @@ def test_gate_mass_and_overlap_of_each_layer_are_those_of_its_live_router(traine
 def test_metrics_are_the_same_with_layers_computed_twice(trainer, checkpoint):
     expected = trainer.train(make_batch())
     again = start_trainer(checkpoint, recompute="full", **WHOLE).train(make_batch())
-    assert_equal_metrics(again, expected, reference_of(checkpoint))
+    assert_equal_metrics(again, expected, expected_step(checkpoint, make_batch()))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_a_threshold_of_one_trains_as_the_live_router_does(trainer, checkpoint, recompute):
     live = start_trainer(checkpoint, router_replay="none", **WHOLE)
     strict = start_trainer(checkpoint, replay_threshold=1.0, recompute=recompute, **WHOLE)
-    expected, got = live.train(make_batch()), strict.train(make_batch())
-    reference = reference_of(checkpoint, routed=False)
-    assert_equal_steps(expected["loss"], gradients(live), reference)
-    assert_equal_steps(got["loss"], gradients(strict), reference)
+    reference = expected_step(checkpoint, make_batch(), routed=False)
+    assert_trains_as(live, make_batch(), reference)
+    got = assert_trains_as(strict, make_batch(), reference)
     # Random rows and the live choice have an expert in common now and then.
     assert got["routing/refused_fraction"] == pytest.approx(1 - got["routing/overlap"])
     assert 0 < got["routing/overlap"] < 1
@@ -103,7 +94,8 @@ def test_a_threshold_between_refuses_some(trainer, checkpoint):
     metrics = some.train(make_batch())
     trainer.train(make_batch())
     assert 0 < metrics["routing/refused_fraction"] < 1 - metrics["routing/overlap"]
-    assert largest_difference(gradients(some), gradients(trainer)) > 100 * reference_of(checkpoint).gradient_bound
+    bound = expected_step(checkpoint, make_batch()).gradient_bound
+    assert largest_difference(gradients(some), gradients(trainer)) > 100 * bound
 
 
 def test_the_balance_loss_under_replay_is_of_the_routers_own_choice(trainer, checkpoint):
@@ -120,6 +112,6 @@ def test_the_balance_loss_under_replay_is_of_the_routers_own_choice(trainer, che
     name = f"model.layers.{layer}.mlp.gate.weight"
     got = gradients(balanced)[name] - gradients(trainer)[name]
     # Both gradients are off by the bound of the reference, relative to the largest entry of the one without the loss.
-    bound = 2 * reference_of(checkpoint).gradient_bound * gradients(trainer)[name].abs().max().item()
+    bound = 2 * expected_step(checkpoint, make_batch()).gradient_bound * gradients(trainer)[name].abs().max().item()
     assert_near(got, expected, bound=bound)
     assert expected.abs().max() > 100 * bound

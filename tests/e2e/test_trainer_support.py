@@ -11,34 +11,28 @@ from tests.parallel.support import (
     MARKS,
     VOCAB,
     add_support,
-    assert_equal_steps,
     assert_near,
+    assert_trains_as,
+    expected_step,
     gradients,
     largest_difference,
-    load_reference,
     make_batch,
-    policy_terms,
-    reference_step,
     start_trainer,
 )
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 
-def without_support(batch):
-    return batch.exclude("support")
-
-
 def test_support_gives_the_logprobs_loss_and_gradient_of_transformers(checkpoint):
     config = DecoupledPPO(entropy_coefficient=0.01)
     batch = make_batch(support=True)
-    expected = reference_step(load_reference(checkpoint), batch, policy_terms(config))
+    expected = expected_step(checkpoint, batch, config)
     trainer = start_trainer(checkpoint, loss=config, micro_batch_tokens=40)
     mask = batch["loss_mask"]
     assert_near(trainer.logprobs(batch)[mask], expected.logprobs[mask], bound=expected.logprob_bound)
-    assert_equal_steps(trainer.train(batch)["loss"], gradients(trainer), expected)
+    assert_trains_as(trainer, batch, expected)
     with pytest.raises(AssertionError):
-        assert_equal_steps(trainer.train(without_support(batch))["loss"], gradients(trainer), expected)
+        assert_trains_as(trainer, batch.exclude("support"), expected)
 
 
 def test_support_of_the_whole_vocabulary_changes_nothing(checkpoint):
@@ -69,7 +63,7 @@ def test_support_is_that_of_the_proximal_policy_too(checkpoint):
     batch = make_batch(support=True)
     batch["behaviour_logprobs"] = trainer.logprobs(batch)
     assert trainer.train(batch)["mask/fraction"] == 0
-    assert trainer.train(without_support(batch))["mask/fraction"] > 0
+    assert trainer.train(batch.exclude("support"))["mask/fraction"] > 0
 
 
 def test_support_without_the_sampled_token_is_refused(checkpoint):

@@ -62,7 +62,7 @@ class DirectHandle:
 
 
 class FakeReplica(FakeEngine):
-    """A FakeEngine whose control calls take their time or fail. Versions name the call at which it dies."""
+    """A FakeEngine whose loads take their time or fail; it dies at the load of version `die_at_load`."""
 
     def __init__(
         self,
@@ -71,25 +71,10 @@ class FakeReplica(FakeEngine):
         fail_load: Exception | None = None,
         load_s: float = 0.0,
         die_at_load: int | None = None,
-        die_after_resume: int | None = None,
-        pause_s: float = 0.0,
-        stillborn: bool = False,
         **options,
     ) -> None:
         super().__init__(script, **options)
-        self.fail_load, self.load_s, self.pause_s = fail_load, load_s, pause_s
-        self.die_at_load, self.die_after_resume = die_at_load, die_after_resume
-        if stillborn:
-            self.die("it did not start")
-
-    async def pause(self):
-        await asyncio.sleep(self.pause_s)
-        await super().pause()
-
-    def _on_resume(self):
-        super()._on_resume()
-        if self.weights.version == self.die_after_resume:
-            asyncio.get_running_loop().call_later(0.02, self.die, "killed after a resume")
+        self.fail_load, self.load_s, self.die_at_load = fail_load, load_s, die_at_load
 
     async def _on_load(self, weights, kv, *, seconds):
         if self.fail_load is not None:
@@ -219,12 +204,9 @@ class Spy:
     """A console, and a tracker, that remember."""
 
     notes: list[str] = field(default_factory=list)
-    validations: list = field(default_factory=list)
 
     def step(self, record): ...
-    def validation(self, train_step, result):
-        self.validations.append((train_step, result))
-
+    def validation(self, train_step, result): ...
     def note(self, text, *, level=0):
         self.notes.append(text)
 
@@ -264,8 +246,6 @@ class Engines:
 
     replica_options: dict | Sequence[dict] = ()
     """Options of each FakeReplica; a dict for a single one."""
-    new_replicas: Sequence[dict] = ()
-    """Options of those that take the place of failed ones."""
     token_s: float = 0.0
     """Seconds per token."""
     mean_length: int = 12
@@ -302,7 +282,6 @@ SETTINGS = {
     "limits": "rollout.limits",
     "resume_routing": "rollout.resume_routing",
     "validate_every": "validation.every",
-    "validation_samples": "validation.samples",
     "checkpoint_every": "checkpoint.every",
     "supervision": "supervision",
     "probe": "mismatch",
@@ -348,7 +327,6 @@ class Harness:
         *,
         trainer: FakeTrainer | None = None,
         order=None,
-        held_out=None,
         start: RunState | None = None,
         journal: bool = False,
         schedule: RunSchedule | None = None,
@@ -384,7 +362,6 @@ class Harness:
             record_failed=self.recorder.failed_rollout,
             trace=self.trace,
         )
-        self._of_new = iter(engines.new_replicas)
         self._engines = engines
         publisher, supervisor = supervised(
             config, self.pool, rollouts=self.rollouts, start=self._start_replica, note=self.spy.note, trace=self.trace
@@ -400,7 +377,7 @@ class Harness:
             recorder=self.recorder,
             trace=self.trace,
             weights_directory=directory / "weights",
-            held_out=held_out or {"": [prompt_at(i) for i in range(5 if config.validation.every else 0)]},
+            held_out={"": [prompt_at(i) for i in range(5 if config.validation.every else 0)]},
             schedule_replay=self.schedule_replay,
             probe=self._probe(),
         )
@@ -447,10 +424,8 @@ class Harness:
         )
 
     async def _start_replica(self, lost, /, *, slot, name):
-        made = self._engines.replica(name, next(self._of_new, {}))
-        await made.stats()  # it may be dead from the start
-        self.replicas.append(made)
-        return made
+        self.replicas.append(self._engines.replica(name, {}))
+        return self.replicas[-1]
 
     def _probe(self) -> Probe | None:
         if not self.config.mismatch.prompts:

@@ -155,18 +155,6 @@ async def test_run_of_every_setting_survives_a_kill(tmp_path, options, max_stale
     lives[-1].harness.check_staleness(max_staleness)
 
 
-async def test_groups_in_flight_at_a_kill_continue(tmp_path):
-    for writes in range(30, 46, 2):  # what is in flight or ready after so many writes depends on the machine
-        directory = tmp_path / str(writes)
-        directory.mkdir()
-        lives = first, second = await lives_of(directory, [writes], mean_length=40)
-        check(lives)
-        continued = [group for group, (_, _, tokens) in second.rolled.items() if tokens and group in second.delivered]
-        if continued and set(first.delivered) - set(second.delivered):
-            return
-    pytest.fail("no kill found a group in flight and one that was ready")
-
-
 async def test_stop_request_loses_no_token_and_resamples_none(tmp_path):
     for attempt in range(8):  # the number of tokens in flight at a stop depends on the machine
         if await stop_and_continue(tmp_path / str(attempt)):

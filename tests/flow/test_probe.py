@@ -36,18 +36,12 @@ async def test_pipeline_probes_every_version_by_the_weights_it_was_exported_from
     assert harness.trainer.scored == list(range(7))
     assert [line["mismatch/k3_probe"] for line in harness.lines("metrics.jsonl")] == [0.0] * 6
     for replica in harness.replicas:
-        asked = [r.session for r in replica.requests if r.session.startswith("probe")]
-        assert sorted(asked) == sorted(f"probe{version}-{number}" for version in range(7) for number in range(4))
-
-
-async def test_pipeline_probes_with_the_same_prompts_and_the_full_distribution(tmp_path):
-    harness = Harness(tmp_path, steps=4, probe=MismatchConfig(prompts=2, tokens=5))
-    await harness.run()
-    requests = [r for r in harness.replicas[0].requests if r.session.startswith("probe")]
-    assert len({tuple(r.token_ids.tolist()) for r in requests}) == 2
-    assert {(r.max_new_tokens, r.sampling.top_p, r.sampling.top_k, r.stop_token_ids) for r in requests} == {
-        (5, 1.0, -1, ())
-    }
+        asked = [r for r in replica.requests if r.session.startswith("probe")]
+        sessions = sorted(f"probe{version}-{number}" for version in range(7) for number in range(4))
+        assert sorted(r.session for r in asked) == sessions
+        assert len({tuple(r.token_ids.tolist()) for r in asked}) == 4, "the same prompts"
+        limits = {(r.max_new_tokens, r.sampling.top_p, r.sampling.top_k, r.stop_token_ids) for r in asked}
+        assert limits == {(PROBE.tokens, 1.0, -1, ())}
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, 5])

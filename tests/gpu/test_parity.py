@@ -36,16 +36,9 @@ CELLS += [
     for layout in ("single", "dp2", "tp2", "cp2", "ep2", "pp2-vpp2")
     for family in ("qwen3_moe", "deepseek_v3")
 ]
+ENGINE = {"replay": "R3", "recompute": "full", "dtype": "bfloat16", "layers": "transformer_engine"}
 ENGINE_CELLS = [
-    Cell(
-        family=family,
-        layout=layout,
-        replay="R3",
-        recompute="full",
-        packing=packing,
-        dtype="bfloat16",
-        layers="transformer_engine",
-    )
+    Cell(family=family, layout=layout, packing=packing, **ENGINE)
     for layout in ("single", "tp2", "cp2", "ep2", "etp2", "pp2-vpp2", "tp2-cp2")
     for family in ("qwen3_moe", "deepseek_v3")
     for packing in ("packed", "padded")

@@ -15,10 +15,7 @@ from async_rl.weights.transport import Seat, Source, UpdateError
 from async_rl.weights.twin import Twin
 from tests.helpers.updates import read_update, write_update
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 HOST = "127.0.0.1"
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

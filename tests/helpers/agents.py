@@ -170,7 +170,7 @@ async def over_http(access: ModelAccess, network: LossyNetwork, *, chance: rando
     async with httpx2.AsyncClient(transport=network, timeout=None) as http:
         of_openai = openai.AsyncOpenAI(base_url=access.base_url, http_client=http, **options)
         of_anthropic = anthropic.AsyncAnthropic(base_url=access.base_url, http_client=http, **options)
-        apis = (partial(_chat, of_openai), partial(_respond, of_openai), partial(_message, of_anthropic))
+        apis = (partial(chat, of_openai), partial(respond, of_openai), partial(message, of_anthropic))
 
         async def answer(request: ChatRequest) -> ChatAnswer:
             headers = {"x-stainless-retry-count": "1"} if request.is_retry else {}
@@ -191,7 +191,7 @@ async def over_http(access: ModelAccess, network: LossyNetwork, *, chance: rando
         yield answer
 
 
-async def _chat(client: openai.AsyncOpenAI, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
+async def chat(client: openai.AsyncOpenAI, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
     """A call of OpenAI's chat completions: message, and whether a limit cut it."""
     arguments: dict[str, Any] = {
         "model": request.agent,
@@ -226,7 +226,7 @@ def _of_chat(message: Message) -> dict[str, Any]:
     return fields
 
 
-async def _respond(client: openai.AsyncOpenAI, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
+async def respond(client: openai.AsyncOpenAI, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
     """A call of OpenAI's responses."""
     arguments: dict[str, Any] = {
         "model": request.agent,
@@ -257,7 +257,7 @@ def _of_response(message: Message) -> list[dict[str, Any]]:
     return [{"role": message.role, "content": message.content}, *calls]
 
 
-async def _message(client: anthropic.AsyncAnthropic, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
+async def message(client: anthropic.AsyncAnthropic, request: ChatRequest, **options: Any) -> tuple[Message, bool]:
     """A call of Anthropic's messages."""
     system = [message.content for message in request.messages if message.role == "system"]
     arguments: dict[str, Any] = {

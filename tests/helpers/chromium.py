@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import shutil
 from collections.abc import AsyncGenerator
@@ -81,11 +80,6 @@ class Page:
             await self.call(
                 "Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, button="left", buttons=1, clickCount=count
             )
-
-    async def picture(self) -> bytes:
-        """PNG of the visible part of the page."""
-        shot = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(shot["data"])
 
     def _note(self, message: dict[str, Any]) -> None:
         parameters = message.get("params", {})

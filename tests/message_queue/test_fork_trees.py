@@ -1,4 +1,4 @@
-"""Random trees of paths against a slow, obvious model, in memory and from the content store.
+"""Random trees of paths against a slow, obvious model of the merge rule, in memory and from the content store.
 
 Every sampled token has a unique id, so that a token in two losses, in none or at another position is seen.
 """
@@ -17,16 +17,86 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from async_rl.rollout.content.format import Forked, RolloutRecord
+from async_rl.rollout.content.format import RolloutRecord
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RecordedTrajectory
-from message_queue.tokens import StopReason
+from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.trajectory import Trajectory
 from tests.async_rl.rollout.test_content import flipped
 from tests.helpers.dense import loss_mask, row_versions
 from tests.helpers.groups import sets_of, support_of
 from tests.helpers.stored import RUN, read
-from tests.message_queue.test_merge_rule import LOGPROBS, ROW, SPEC, Model, as_sets, routed, segment_of
+
+SPEC = RoutingSpec(layers=(0, 2), num_experts=5, top_k=2)
+SETS = st.permutations(range(SPEC.num_experts)).map(lambda p: tuple(p[: SPEC.top_k]))
+ROW = st.tuples(SETS, SETS)  # the experts of each layer, in the order of the engine
+LOGPROBS = st.sampled_from([-0.25, -0.5, 0.0])
+
+Row = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class ModelSequence:
+    """rows: (row, version) for positions 0, 1, ...; None if no engine could give it. loss: positions."""
+
+    rows: list[tuple[Row, int] | None] = field(default_factory=list)
+    loss: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Model:
+    """The merge rule on lists, a position at a time."""
+
+    mode: str
+    tokens: list[tuple[int, float, int]] = field(default_factory=list)  # (id, logprob, version), -1 if not sampled
+    sequences: list[ModelSequence] = field(default_factory=lambda: [ModelSequence()])
+
+    @property
+    def rows(self):
+        return self.sequences[-1].rows
+
+    def extend(self, tokens, version, first, rows, unavailable):
+        if tokens or self.mode in ("append", "force"):
+            self.take_rows(version, first, rows, unavailable)
+        for token, logprob in tokens:
+            self.sequences[-1].loss.add(len(self.tokens))
+            self.tokens.append((token, logprob, version))
+
+    def take_rows(self, version, first, rows, unavailable):
+        if self.mode == "replace":
+            del self.rows[first:]
+        if self.mode == "split" and any(
+            self.rows[p] is None or as_sets(self.rows[p][0]) != as_sets(row)
+            for p, row in enumerate(rows, first)
+            if p < len(self.rows)
+        ):
+            self.sequences.append(ModelSequence(rows=self.rows[: first - unavailable]))
+        while len(self.rows) < first:
+            self.rows.append(None)
+        for position, row in enumerate(rows, first):
+            if position == len(self.rows):
+                self.rows.append((row, version))
+
+
+def as_sets(row: Row) -> tuple[frozenset[int], ...]:
+    return tuple(frozenset(experts) for experts in row)
+
+
+def routed(first, rows, unavailable):
+    experts = np.array(rows, np.uint8).reshape(len(rows), *SPEC.row_shape)
+    return RoutedExperts(first_position=first, experts=experts, unavailable=unavailable)
+
+
+def segment_of(tokens, version, rows):
+    return TokenOutput(
+        token_ids=np.array([t for t, _ in tokens], np.int32),
+        logprobs=np.array([p for _, p in tokens], np.float32),
+        routed_experts=rows,
+        weights=WeightVersion(version, f"digest-{version}"),
+        stop_reason=StopReason.ABORT,
+        replica="replica-0",
+    )
+
 
 MODES = ("append", "force", "replace", "split")
 
@@ -40,7 +110,7 @@ class ModelPath:
     turns: list[tuple[list[int], list[tuple]]] = field(default_factory=list)
 
     def model(self, mode):
-        """The merge rule on the shared turns, and from there on a separate sequence."""
+        """The merge rule on the shared turns, and from there on a separate sequence: its parts, ids, and rows."""
         made, own = Model(mode), 0
         for number, (observed, segments) in enumerate(self.turns):
             if number == self.shared:
@@ -49,9 +119,8 @@ class ModelPath:
             made.tokens += [(token, 0.0, -1) for token in observed]
             for segment in segments:
                 made.extend(*segment)
-        if len(self.turns) == self.shared:
-            made.sequences = []
-        return [s for s in made.sequences if s.loss], [token for token, _, _ in made.tokens], own
+        sequences = [s for s in made.sequences if s.loss] if len(self.turns) > self.shared else []
+        return sequences, [token for token, _, _ in made.tokens], own, made.rows
 
 
 class Tree:
@@ -82,32 +151,34 @@ class Tree:
         self.paths[path].turns.append((observed, []))
 
     def extend(self, data, path, *, version, fewest=0, may_lack=True):
-        real, mode = self.real(path), self.trajectory.resume_routing
+        real = self.real(path)
         logprobs = data.draw(st.lists(LOGPROBS, min_size=fewest, max_size=3))
         tokens = [(next(self.fresh), logprob) for logprob in logprobs]
-        end = len(real) + len(tokens) - 1
-        first = data.draw(st.integers(0, min(end, real.num_rows))) if tokens else min(end, real.num_rows)
-        lacking = data.draw(st.integers(0, end - first)) if tokens and may_lack else 0
-        unavailable, first = lacking, first + lacking
-        rows = data.draw(st.lists(ROW, min_size=end - first, max_size=end - first))
-        if mode == "split" and data.draw(st.booleans()):  # the same experts as before
-            held = {p: row for p, row in enumerate(self.rows(path)) if row is not None}
-            rows = [held.get(p, row) for p, row in enumerate(rows, first)]
-        given_rows = routed(first, rows, unavailable) if self.trajectory.routing else None
-        segment = segment_of(tokens, version, given_rows)
+        first, rows, unavailable = self.draw_rows(data, path, len(tokens), may_lack=may_lack)
+        without = not self.trajectory.routing or (not tokens and data.draw(st.booleans()))
+        segment = segment_of(tokens, version, None if without else routed(first, rows, unavailable))
         if data.draw(st.booleans()):
             segment = replace(segment, support=support_of([[token, token + 1] for token, _ in tokens]))
         real.extend(segment)
-        drawn = (first, rows, unavailable) if self.trajectory.routing else (0, [], 0)
+        drawn = (0, [], 0) if without else (first, rows, unavailable)
         self.paths[path].turns[-1][1].append((tokens, version, *drawn))
 
-    def rows(self, path):
-        made = Model(self.trajectory.resume_routing)
-        for observed, segments in self.paths[path].turns:
-            made.tokens += [(token, 0.0, -1) for token in observed]
-            for segment in segments:
-                made.extend(*segment)
-        return [None if row is None else row[0] for row in made.rows]
+    def draw_rows(self, data, path, tokens, *, may_lack):
+        """Position of the first row, rows, and how many before them no engine can give."""
+        real = self.real(path)
+        end, held = len(real) + tokens - 1, min(len(real) + tokens - 1, real.num_rows)
+        first = data.draw(st.integers(0, held))
+        if not tokens:  # of a prefill that ended
+            end = data.draw(st.integers(first, end))
+        lacking = data.draw(st.integers(0, end - first)) if tokens and may_lack else 0
+        first += lacking
+        rows = data.draw(st.lists(ROW, min_size=end - first, max_size=end - first))
+        if data.draw(st.booleans()):  # the same experts as before, in another order
+            known = self.paths[path].model(self.trajectory.resume_routing)[-1][first:end]
+            for at, row in enumerate(known):
+                if row is not None:
+                    rows[at] = tuple(tuple(data.draw(st.permutations(experts))) for experts in row[0])
+        return first, rows, lacking
 
     def fork(self, path, turns):
         made = self.real(path).fork(turns=turns)
@@ -124,11 +195,13 @@ def check(root, paths):
     assert [path.path for path in root.paths] == list(paths)
     expected, losses, sampled = [], {}, {}
     for path, model in zip(root.paths, paths.values(), strict=True):
-        sequences, ids, own = model.model(root.resume_routing)
+        sequences, ids, own, rows = model.model(root.resume_routing)
         assert (path.parent, path.shared_turns) == (model.parent, model.shared)
         assert path.token_ids().tolist() == ids and len(path) == len(ids)
         assert path.shared_tokens == sum(len(o) + sum(len(s[0]) for s in g) for o, g in model.turns[: model.shared])
         assert path.shared_tokens == own or not sequences
+        if root.routing:
+            assert (path.num_rows, path._rows.num_unavailable) == (len(rows), rows.count(None))
         expected += [(path, ids, s) for s in sequences]
         for tokens, version, *_ in (s for _, segments in model.turns for s in segments):
             sampled |= {token: (logprob, version) for token, logprob in tokens}
@@ -275,7 +348,7 @@ class Schedule(RuleBasedStateMachine):
 def test_any_tree_is_that_of_the_model_and_comes_back_after_a_kill(mode, routing):
     run_state_machine_as_test(
         lambda: Schedule(mode, routing),
-        settings=settings(max_examples=30 if routing else 10, stateful_step_count=20, deadline=None),
+        settings=settings(max_examples=40 if routing else 10, stateful_step_count=20, deadline=None),
     )
 
 
@@ -377,15 +450,3 @@ def test_a_tree_that_starts_over_is_the_second_one(data, mode):
         found = read_back(Path(name), second.trajectory)
         check(found, second.paths)
         assert content(found) == content(second.trajectory)
-
-
-def test_the_first_record_of_a_path_is_its_fork():
-    tree = Tree.started(mode="append", routing=False, fresh=iter(range(9)))
-    tree.observe(0, 2)
-    tree.fork(0, 1)
-    tree.observe(1, 1)
-    assert [(r.path, r.at, type(r.what)) for r in tree.records] == [
-        (0, 0, np.ndarray),
-        (1, 2, Forked),
-        (1, 2, np.ndarray),
-    ]

@@ -1,6 +1,5 @@
 """Paths of a trajectory by example; test_fork_trees.py has random trees."""
 
-import asyncio
 import pickle
 import sqlite3
 from dataclasses import replace
@@ -8,17 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord
+from async_rl.rollout.content.format import Forked, RolloutRecord
 from message_queue.errors import ContractError
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.async_rl.rollout.test_content import flipped, same_trajectory, write
-from tests.helpers.dense import loss_mask, row_versions
+from tests.helpers.dense import loss_mask
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of
-from tests.helpers.stored import read, records_of, stored
-
-MODES = ("append", "force", "replace", "split")
+from tests.helpers.stored import read, records_of
 
 
 def tokens(count, first=0):
@@ -52,126 +49,16 @@ def group_of(*trajectories):
     return PromptGroup(group=0, prompt=0, admitted_version=4, admitted_update=4, trajectories=list(trajectories))
 
 
-def test_a_fork_is_a_path_of_its_own_over_shared_turns():
+def test_a_fork_shares_turns_and_a_token_is_in_the_loss_of_the_path_that_sampled_it():
     root, fork = forked()
-    assert (root.path, root.parent, root.shared_turns) == (0, None, 0)
-    assert (fork.path, fork.parent, fork.shared_turns, fork.shared_tokens) == (1, 0, 1, 5)
-    assert root.paths == fork.paths == (root, fork)
-    assert root.token_ids().tolist() == [10, 11, 12, 0, 1, 20, 0, 1]
     assert fork.token_ids().tolist() == [10, 11, 12, 0, 1, 30, 31, 0, 1, 2]
-    assert (len(root), len(fork), root.num_rows, fork.num_rows) == (8, 10, 7, 9)
     assert fork.turns[0].observation is root.turns[0].observation, "shared, not copied"
     assert fork.turns[0].segments[0] is root.turns[0].segments[0]
     assert (root.num_sampled, len(root.segments), fork.num_sampled, len(fork.segments)) == (7, 3, 3, 1)
-
-
-def test_a_shared_token_is_in_the_loss_of_the_path_that_sampled_it():
-    root, fork = forked()
-    of_root, of_fork = root.sequences()
-    assert [s.path for s in (of_root, of_fork)] == [0, 1]
-    assert [in_loss(s) for s in (of_root, of_fork)] == [[3, 4, 6, 7], [7, 8, 9]]
-    assert [s.token_ids.tolist() for s in (of_root, of_fork)] == [root.token_ids().tolist(), fork.token_ids().tolist()]
-    assert [[tuple(run[:3]) for run in s.shared] for s in (of_root, of_fork)] == [[], [(3, 2, 4)]]
+    assert [in_loss(s) for s in root.sequences()] == [[3, 4, 6, 7], [7, 8, 9]]
+    assert [[tuple(run[:3]) for run in s.shared] for s in root.sequences()] == [[], [(3, 2, 4)]]
     assert [len(s) for s in fork.sequences()] == [10]
-
-
-@pytest.mark.parametrize(
-    ("mode", "versions"),
-    [
-        ("append", [[4] * 7 + [-1], [4] * 4 + [5] * 5 + [-1]]),
-        ("force", [[4] * 7 + [-1], [4] * 4 + [5] * 5 + [-1]]),
-        ("replace", [[4] * 7 + [-1], [5] * 9 + [-1]]),
-        ("split", [[4] * 7 + [-1], [5] * 9 + [-1]]),
-    ],
-)
-def test_a_fork_has_rows_of_its_shared_segments_and_its_own(mode, versions):
-    root, _ = forked(mode)
-    assert [row_versions(s).tolist() for s in root.sequences()] == versions, "a split without own tokens is left out"
-    for sequence, of in zip(root.sequences(), versions, strict=True):
-        for position, version in enumerate(of[:-1]):
-            row = routed(position, position + 1, version=version).experts[0]
-            assert np.array_equal(sequence.routed_experts[position], row)
-
-
-def test_rows_of_a_fork_do_not_depend_on_the_growth_of_its_parent():
-    root = two_turns("replace")
-    root.observe(tokens(1))
-    root.extend(segment(2, version=9, rows=(0, 10)))
-    late = root.fork(turns=1)
-    assert late.num_rows == 4
-    late.observe(tokens(1))
-    late.extend(segment(1, version=9, rows=(4, 6)))
-    assert row_versions(root.sequences()[1]).tolist() == [4, 4, 4, 4, 9, 9, -1]
-    early = two_turns().fork(turns=1)
-    assert early.num_rows == 4, "the next turn gave row 4, and it is the first of an own segment"
-
-
-def test_paths_grow_in_any_order_and_forks_are_forked():
-    root = two_turns(routing=None)
-    first = root.fork(turns=2)
-    second = root.fork(turns=1)
-    root.observe(tokens(1, 40))
-    second.observe(tokens(1, 50))
-    root.extend(segment(1, version=5))
-    second.extend(segment(1, version=5))
-    third = second.fork(turns=2)
-    first.observe(tokens(1, 60))
-    third.observe(tokens(1, 70))
-    third.extend(segment(1, version=6))
-    first.extend(segment(1, version=6))
-    assert [path.path for path in root.paths] == [0, 1, 2, 3]
-    assert [path.parent for path in third.paths] == [None, 0, 0, 2]
-    assert third.token_ids().tolist() == [10, 11, 12, 0, 1, 50, 0, 70, 0]
-    assert [in_loss(s) for s in root.sequences()] == [[3, 4, 6, 7, 9], [9], [6], [8]]
-
-
-def test_a_fork_of_no_turns_is_a_path_with_a_prompt_of_its_own():
-    root = two_turns()
-    fresh = root.fork(turns=0)
-    with pytest.raises(ContractError, match="prompt"):
-        fresh.observe(tokens(0))
-    fresh.observe(tokens(2, 80))
-    fresh.extend(segment(2, version=5, rows=(0, 3)))
-    assert fresh.token_ids().tolist() == [80, 81, 0, 1]
-    assert [in_loss(s) for s in root.sequences()] == [[3, 4, 6, 7], [2, 3]]
-    assert row_versions(root.sequences()[1]).tolist() == [5, 5, 5, -1]
-
-
-def test_a_path_without_a_sampled_token_of_its_own_has_no_sequence():
-    root = two_turns()
-    root.fork(turns=1).observe(tokens(2))
-    root.fork(turns=2)
-    assert [s.path for s in root.sequences()] == [0]
-    prompt = Trajectory(routing=None)
-    prompt.observe(tokens(3))
-    fork = prompt.fork(turns=0)
-    assert [len(s) for s in prompt.sequences()] == [3], "a trajectory without sampled tokens has one sequence"
-    fork.observe(tokens(2))
-    fork.extend(segment(2))
-    assert [(s.path, in_loss(s)) for s in prompt.sequences()] == [(1, [2, 3])]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_sequence_ends_with_its_last_sampled_token(mode):
-    root, fork = forked(mode)
-    for path in (root, fork):
-        path.observe(tokens(4, 40))  # of a call that was not answered
-    assert [(len(s), sum(run.rows for run in s.row_runs)) for s in root.sequences()] == [(8, 7), (10, 9)]
-    root.close(stop_reason=StopReason.STOP, reward=1.0)
-    (head,) = head_of(group_of(root)).trajectories
-    assert [s.length for s in head.sequences] == [8, 10]
-    assert (head.length, head.missing_rows) == (13 + 4 + 4, 0)
-
-
-def test_a_segment_that_the_parent_gets_later_is_not_in_the_fork():
-    root = two_turns(routing=None)
-    fork = root.fork(turns=2)
-    root.extend(segment(2, version=5))
-    fork.observe(tokens(1))
-    fork.extend(segment(1, version=6))
-    assert (len(root), len(fork)) == (10, 10)
-    assert [in_loss(s) for s in root.sequences()] == [[3, 4, 6, 7, 8, 9], [9]]
-    same_tree(root, asyncio.run(stored(root)))
+    same_tree(root, pickle.loads(pickle.dumps(root)))
 
 
 def test_kept_sets_of_a_fork_are_those_of_its_own_tokens():
@@ -200,27 +87,29 @@ def test_the_root_closes_all_paths():
             refused()
 
 
-@pytest.mark.parametrize("turns", [-1, 3])
-def test_a_fork_of_turns_that_do_not_exist_is_refused(turns):
-    with pytest.raises(ContractError, match=rf"fork\.turns is {turns}"):
-        two_turns().fork(turns=turns)
-
-
-def test_a_fork_before_the_prompt_and_a_segment_before_an_own_observation_are_refused():
-    with pytest.raises(ContractError, match="prompt"):
-        Trajectory(routing=None).fork(turns=0)
-    fork = two_turns().fork(turns=1)
-    with pytest.raises(ContractError, match="observe"):
-        fork.extend(segment(1, rows=(4, 5)))
-    with pytest.raises(ContractError, match="observe"):
-        two_turns().fork(turns=0).extend(segment(1, rows=(0, 0)))
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: two_turns().fork(turns=-1), r"fork\.turns is -1"),
+        (lambda: two_turns().fork(turns=3), r"fork\.turns is 3"),
+        (lambda: Trajectory(routing=None).fork(turns=0), "prompt"),
+        (lambda: two_turns().fork(turns=0).observe(tokens(0)), "prompt"),
+        (lambda: two_turns().fork(turns=1).extend(segment(1, rows=(4, 5))), "observe"),
+        (lambda: two_turns().fork(turns=0).extend(segment(1, rows=(0, 0))), "observe"),
+    ],
+)
+def test_a_fork_that_does_not_follow_is_refused(call, named):
+    with pytest.raises(ContractError, match=named):
+        call()
 
 
 def test_a_head_counts_the_tree_once():
-    root, _ = forked()
+    root, fork = forked()
+    for path in (root, fork):
+        path.observe(tokens(4, 40))  # of a call that was not answered
     root.close(stop_reason=StopReason.STOP, reward=1.0)
     (head,) = head_of(group_of(root)).trajectories
-    assert (head.length, head.num_sampled, head.num_segments, head.missing_rows) == (13, 7, 3, 0)
+    assert (head.length, head.num_sampled, head.num_segments, head.missing_rows) == (13 + 4 + 4, 7, 3, 0)
     assert [(s.length, s.spans) for s in head.sequences] == [(8, ((4, 4),)), (10, ((5, 3),))]
     assert head.row_bytes == sum(s.routed_experts.experts.nbytes for s in root.segments)
     assert group_of(root).num_tokens == 7
@@ -240,11 +129,6 @@ def test_a_head_counts_aborts_and_missing_rows_of_each_path_once():
     (head,) = head_of(group_of(root)).trajectories
     assert (head.num_aborts, head.num_segments, head.length) == (3, 3, 5 + 4 + 4)
     assert head.missing_rows == 2 + 2 + 2, "rows 0 and 1, and rows 4 and 5 of both forks"
-
-
-def test_a_tree_is_pickled_with_its_paths():
-    root, _ = forked()
-    same_tree(root, pickle.loads(pickle.dumps(root)))
 
 
 # ---- through the content store
@@ -276,19 +160,6 @@ def closed_tree():
     return root
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stored_tree_comes_back(mode):
-    root, _ = forked(mode)
-    root.close(stop_reason=StopReason.STOP, reward=1.0)
-    same_tree(root, asyncio.run(stored(root)))
-
-
-async def test_a_call_of_a_path_is_unsure_on_that_path(tmp_path):
-    root, _ = forked()
-    await write(tmp_path, [*records_of(root), record(10, CallStarted("deploy"), path=1, handout=0)])
-    assert [path.unsure_call for path in read_tree(tmp_path).paths] == [None, "deploy"]
-
-
 async def test_a_hand_out_that_replaces_shared_tokens_removes_their_forks(tmp_path):
     root = two_turns()
     on_first, on_second = root.fork(turns=1), root.fork(turns=2)
@@ -305,26 +176,6 @@ async def test_a_hand_out_that_replaces_shared_tokens_removes_their_forks(tmp_pa
     await write(tmp_path, [record(9, Forked(parent=0, turns=2), path=2), record(9, tokens(1, 70), path=2)], "c")
     again.observe(tokens(1, 70))
     same_tree(found, read_tree(tmp_path))
-
-
-async def test_a_rollout_that_starts_over_has_none_of_its_paths(tmp_path):
-    root, _ = forked()
-    root.fork(turns=0).observe(tokens(2))
-    await write(tmp_path, [*records_of(root), record(0, tokens(3, 60), handout=0)])
-    found = read_tree(tmp_path)
-    assert (found.token_ids().tolist(), len(found.paths)) == ([60, 61, 62], 1)
-
-
-async def test_the_end_of_a_trajectory_leaves_out_what_others_wrote_beyond_it(tmp_path):
-    root, late = (
-        closed_tree(),
-        [record(10, tokens(4), path=1, handout=0), record(5, Forked(parent=0, turns=1), path=2, handout=0)],
-    )
-    *first, end = records_of(root)
-    await write(tmp_path, [*first, *late], "a")
-    assert [len(path) for path in read_tree(tmp_path).paths] == [8, 14, 5]
-    await write(tmp_path, [replace(end, handout=1)], "b")
-    same_tree(root, read_tree(tmp_path))
 
 
 async def test_an_end_that_a_later_hand_out_did_not_know_is_left_out(tmp_path):

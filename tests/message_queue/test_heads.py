@@ -13,9 +13,10 @@ from message_queue.errors import ContractError
 from message_queue.heads import GroupHead, head_of, merged_spans
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup, Trajectory
+from tests.agent_loop.test_decoder import LONG, decoded, scripted
 from tests.helpers.dense import loss_mask, param_versions
-from tests.helpers.groups import SPEC, routed, segment, trajectory
-from tests.message_queue.test_resume_routing import MODES, interruptions, rolled_out, schedule_of
+from tests.helpers.fakes import Interruption
+from tests.helpers.groups import segment, trajectory
 
 
 def group_of(*trajectories):
@@ -32,9 +33,13 @@ def expanded(spans):
 
 
 @settings(deadline=None)
-@given(mode=st.sampled_from(MODES), drawn=interruptions)
-def test_head_has_the_lengths_and_versions_of_the_trajectory(mode, drawn):
-    made, _, _ = asyncio.run(rolled_out(mode, schedule_of(drawn)))
+@given(
+    mode=st.sampled_from(["append", "force", "replace", "split"]),
+    schedule=st.lists(st.builds(Interruption, after=st.integers(1, 5), goes_on=st.booleans()), max_size=5),
+)
+def test_head_has_the_lengths_and_versions_of_the_trajectory(mode, schedule):
+    loads = [replace(interruption, load=version // 2) for version, interruption in enumerate(schedule, start=1)]
+    made, _, _ = asyncio.run(decoded(scripted(LONG, interruptions=loads), budget=12, resume_routing=mode))
     made.close(stop_reason=StopReason.LENGTH, reward=0.5, info={"turns": 2})
     (head,) = head_of(group_of(made)).trajectories
     assert (head.length, head.num_sampled, head.num_segments) == (len(made), made.num_sampled, len(made.segments))
@@ -43,20 +48,6 @@ def test_head_has_the_lengths_and_versions_of_the_trajectory(mode, drawn):
     assert [s.length for s in head.sequences] == [len(s) for s in made.sequences()]
     for part, sequence in zip(head.sequences, made.sequences(), strict=True):
         assert expanded(part.spans) == param_versions(sequence)[loss_mask(sequence)].tolist()
-
-
-def test_head_counts_rows_that_no_engine_gave():
-    made = Trajectory(routing=SPEC)
-    made.observe(np.arange(2, dtype=np.int32))
-    first = segment(3, version=2, rows=(0, 4))
-    made.extend(first)
-    made.observe(np.arange(2, dtype=np.int32))
-    second = replace(segment(2, version=2), routed_experts=routed(6, 8, unavailable=2))
-    made.extend(second)
-    made.close(stop_reason=StopReason.STOP, reward=1.0)
-    (head,) = head_of(group_of(made)).trajectories
-    assert head.missing_rows == 2
-    assert head.row_bytes == sum(part.routed_experts.experts.nbytes for part in (first, second))
 
 
 @pytest.mark.parametrize(
@@ -79,12 +70,6 @@ def test_head_counts_aborts_between_the_strides_of_a_turn(parts, num_aborts):
     (head,) = head_of(group_of(made)).trajectories
     assert head.num_aborts == num_aborts
     assert expanded(head.spans) == spans_of(made)
-
-
-def test_head_of_a_failed_trajectory_has_no_tokens_with_gradient():
-    head = head_of(group_of(failed_trajectory()))
-    assert head.num_tokens == 3
-    assert head.tokens_per_version() == {}
 
 
 def test_head_of_an_untrained_agent_has_tokens_without_gradient():

@@ -17,34 +17,8 @@ from tests.helpers.groups import group_for, head_for, segment, trajectory
 from tests.helpers.queue_runs import CALLS, Drive, make_queue
 
 
-async def next_update(queue, *, step):
-    """Train a batch and have every replica load the weights."""
-    batch = await queue.take()
-    await queue.trained([g.group for g in batch.groups], train_step=step)
-    await queue.publish(step, update=step)
-    await queue.loaded(step)
-
-
 def closes(snapshot):
     return (snapshot.ledger.error, snapshot.ledger.token_error) == (0, 0)
-
-
-async def test_recycle_admits_an_expired_prompt_ahead_of_new_ones():
-    queue = make_queue(s=1, b=1, policy="recycle")
-    slow, quick = await queue.admit(0), await queue.admit(1)
-    await queue.put(head_for(quick))
-    await next_update(queue, step=1)
-    young = await queue.admit(2)
-    await queue.put(head_for(young))
-    await queue.take()  # group 0 is of update 0, the next batch is trained at 2
-    assert await queue.wait_expired() == [slow.group]
-    assert await queue.drop(slow.group, reason=Drop(DropKind.EXPIRED, "no batch is left"), tokens=7)
-    again = await queue.admit(3)
-    assert (again.prompt, again.group) == (0, 3), "its own admission, under an id of its own"
-    assert (await queue.admit(3)).prompt == 3
-    snapshot = await queue.snapshot()
-    assert (snapshot.ledger.admitted, snapshot.ledger.dropped, snapshot.ledger.dropped_tokens) == (5, 1, 7)
-    assert snapshot.ledger.reasons == {DropKind.REQUEUED: 1} and closes(snapshot)
 
 
 async def test_recycle_drops_a_prompt_after_max_requeues():

@@ -78,21 +78,6 @@ async def test_admission_waits_for_the_budget_and_starts_on_the_loaded_version()
     assert await waiting == Admission(group=2, prompt=7, admitted_version=1, admitted_update=1)
 
 
-async def test_the_trainer_waits_for_the_old_group_and_takes_the_oldest_first():
-    queue = make_queue(s=1, b=2)
-    old = await admit_many(queue, 4)
-    await put_all(queue, old[1:3])
-    await queue.take()
-    await publish_next(queue, 1)
-    young = await admit_many(queue, 2)
-    await put_all(queue, young)
-    waiting = await waits(queue.take())  # two are ready, but groups 0 and 3 must be in this batch
-    await queue.put(head_for(old[3]))
-    assert not waiting.done()
-    await queue.put(head_for(old[0]))
-    assert [g.group for g in (await waiting).groups] == [0, 3]
-
-
 async def test_a_full_queue_waits_and_never_evicts():
     queue = make_queue(s=2, b=2, max_ready=2)
     admissions = await admit_many(queue, 4)
@@ -163,16 +148,6 @@ async def test_take_checks_the_staleness_of_each_token(monkeypatch):
     with pytest.raises(StalenessError, match="group 1"):
         await queue.take()
     assert (await queue.snapshot()).ready == 1
-
-
-async def test_admission_charges_several_updates_of_a_batch_with_the_last():
-    queue = make_queue(s=3, b=2, p=2)
-    await fill(queue, 4)
-    waiting = await waits(queue.admit(0))
-    assert [(await queue.take()).update for _ in range(2)] == [0, 2]
-    assert not waiting.done()
-    await publish_next(queue, 4)
-    assert (await waiting).admitted_update == 4
 
 
 async def test_drop_ends_an_open_group_and_makes_room():

@@ -31,12 +31,12 @@ def test_staleness_config_and_policy_refuse_impossible_values(field, make):
         make()
 
 
-@given(s=st.integers(0, 4), b=st.integers(1, 5), u=st.integers(0, 9))
-def test_wait_admits_max_staleness_plus_one_batches_on_the_newest_weights(s, b, u):
-    groups = 0
-    while wait(s, b).admits({u: groups}, admitted_update=u, next_update=u):
+@given(s=st.integers(0, 6), b=st.integers(1, 5), u=st.integers(0, 9), p=st.integers(1, 3))
+def test_wait_admits_the_batches_within_max_staleness_on_the_newest_weights(s, b, u, p):
+    s, groups = max(s, p - 1), 0
+    while wait(s, b, p).admits({u: groups}, admitted_update=u, next_update=u):
         groups += 1
-    assert groups == (s + 1) * b == wait(s, b).max_outstanding
+    assert groups == (s + 1) // p * b == wait(s, b, p).max_outstanding
 
 
 @given(outstanding=counts, s=st.integers(0, 4), b=st.integers(1, 4), u=st.integers(0, 8), p=st.integers(1, 3))

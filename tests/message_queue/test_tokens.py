@@ -68,32 +68,34 @@ def test_segment_check_accepts_segments_of_the_model_and_request():
     segment(0).check(vocab_size=9, routing=SPEC, cut=True)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"layers": layers} for layers in ((3, 1), (1, 1), (-1, 1), ())] + [{"top_k": 9}, {"top_k": 0}]
-)
-def test_routing_spec_refuses_impossible_values(fields):
-    with pytest.raises(ContractError, match=rf"RoutingSpec\.{next(iter(fields))}"):
-        RoutingSpec(**{"layers": (1, 3), "num_experts": 8, "top_k": 2} | fields)
-
-
 @given(st.integers(1, 60_000))
 def test_expert_ids_use_the_narrowest_type(num_experts):
     dtype = RoutingSpec(layers=(0,), num_experts=num_experts, top_k=1).dtype
     assert dtype == (np.uint8 if num_experts <= 256 else np.uint16)
 
 
+def spec(**changes):
+    return RoutingSpec(**{"layers": (1, 3), "num_experts": 8, "top_k": 2} | changes)
+
+
+def rows(**changes):
+    return RoutedExperts(**{"first_position": 4, "experts": np.array([[[0, 1]]], np.uint8)} | changes)
+
+
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("make", "changes", "named"),
     [
-        ({"experts": np.zeros((2, 2), np.uint8)}, r"RoutedExperts\.experts"),
-        ({"experts": np.zeros((1, 1, 1), np.int16)}, "int16"),
-        ({"unavailable": 5}, "unavailable"),
-        ({"unavailable": -1}, "unavailable"),
+        *((spec, {"layers": layers}, r"RoutingSpec\.layers") for layers in ((3, 1), (1, 1), (-1, 1), ())),
+        *((spec, {"top_k": top_k}, r"RoutingSpec\.top_k") for top_k in (9, 0)),
+        (rows, {"experts": np.zeros((2, 2), np.uint8)}, r"RoutedExperts\.experts"),
+        (rows, {"experts": np.zeros((1, 1, 1), np.int16)}, "int16"),
+        *((rows, {"unavailable": count}, "unavailable") for count in (5, -1)),
+        (WeightVersion, {"version": -1, "digest": "d"}, r"WeightVersion\.version"),
     ],
 )
-def test_rows_refuse_impossible_values(fields, named):
+def test_specs_rows_and_versions_refuse_impossible_values(make, changes, named):
     with pytest.raises(ContractError, match=named):
-        RoutedExperts(**{"first_position": 4, "experts": np.array([[[0, 1]]], np.uint8)} | fields)
+        make(**changes)
 
 
 @given(st.data())
@@ -126,8 +128,3 @@ def test_parts_of_rows_keep_their_positions():
     rows = routed(3, 7, unavailable=2)
     assert (rows.before(5).first_position, rows.before(5).end_position, rows.before(5).unavailable) == (3, 5, 2)
     assert len(rows.before(2).experts) == 0
-
-
-def test_weight_version_refuses_negative_numbers():
-    with pytest.raises(ContractError, match=r"WeightVersion\.version"):
-        WeightVersion(-1, "d")

@@ -1,4 +1,4 @@
-"""Rows, kept sets and training sequences of trajectories by example; test_merge_rule.py has random schedules."""
+"""Kept sets, refusals and compact rows of trajectories by example; test_fork_trees.py has random schedules."""
 
 from dataclasses import replace
 
@@ -7,10 +7,9 @@ import pytest
 
 from message_queue.errors import ContractError
 from message_queue.heads import head_of
-from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason
-from message_queue.training_sequence import NOT_ROUTED
+from message_queue.tokens import RoutingSpec, StopReason
+from message_queue.training_sequence import RowRun, TrajectoryRows
 from message_queue.trajectory import PromptGroup, Trajectory
-from tests.helpers.dense import param_versions, row_versions
 from tests.helpers.groups import SPEC, routed, segment, sets_of, support_of, trajectory
 
 MODES = ("append", "force", "replace", "split")
@@ -28,74 +27,6 @@ def opened(count=2, *, routing=SPEC, mode="append"):
 
 def segment_with(rows, *, tokens, version):
     return replace(segment(tokens, version=version), routed_experts=rows)
-
-
-def resumed(mode, *, first=0):
-    """Prompt of 2, two tokens under version 0, an update, three tokens under version 1, a tool reply, one token.
-
-    The resumed segment brings rows from `first` on.
-    """
-    made = opened(2, mode=mode)
-    made.extend(segment(2, version=0, rows=(0, 3), stop_reason=StopReason.ABORT))
-    made.extend(segment(3, version=1, rows=(first, 6)))
-    made.observe(prompt(2))
-    made.extend(segment(1, version=1, rows=(6, 9)))
-    return made
-
-
-@pytest.mark.parametrize(
-    ("mode", "first", "versions"),
-    [
-        ("append", 0, [[0, 0, 0, 1, 1, 1, 1, 1, 1, -1]]),
-        ("force", 0, [[0, 0, 0, 1, 1, 1, 1, 1, 1, -1]]),
-        ("replace", 0, [[1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]),
-        ("replace", 2, [[0, 0, 1, 1, 1, 1, 1, 1, 1, -1]]),
-        ("split", 0, [[0, 0, 0, -1], [1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]),
-        ("split", 2, [[0, 0, 0, -1], [0, 0, 1, 1, 1, 1, 1, 1, 1, -1]]),
-    ],
-)
-def test_rows_of_each_mode_have_the_version_of_their_forward_pass(mode, first, versions):
-    made = resumed(mode, first=first)
-    assert [row_versions(sequence).tolist() for sequence in made.sequences()] == versions
-    for sequence, rows in zip(made.sequences(), versions, strict=True):
-        for position, version in enumerate(rows):
-            row = NOT_ROUTED if version < 0 else routed(position, position + 1, version=version).experts[0]
-            assert np.all(sequence.routed_experts[position] == row)
-    assert param_versions(made).tolist() == [-1, -1, 0, 0, 1, 1, 1, -1, -1, 1]
-
-
-@pytest.mark.parametrize("first", [0, 2, 3])
-def test_split_continues_a_sequence_whose_overlap_has_equal_sets(first):
-    made = opened(2, mode="split")
-    made.extend(segment(2, version=0, rows=(0, 3)))
-    again = routed(first, 6)
-    reordered = RoutedExperts(first_position=first, experts=again.experts[..., ::-1].copy())
-    made.extend(segment_with(reordered, tokens=3, version=5))
-    (only,) = made.sequences()
-    assert row_versions(only).tolist() == [0, 0, 0, 5, 5, 5, -1]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_trajectory_without_routing_has_one_sequence_without_rows(mode):
-    made = opened(2, routing=None, mode=mode)
-    made.extend(segment(2))
-    made.extend(segment(2, version=1))
-    (only,) = made.sequences()
-    assert only.routed_experts is None and only.support is None and made.leading_rows() is None
-    assert param_versions(only).tolist() == param_versions(made).tolist()
-    assert row_versions(only).tolist() == [-1] * 6
-
-
-def test_leading_rows_end_before_the_first_that_is_unavailable():
-    made = opened(2)
-    assert made.leading_rows() is None
-    made.extend(segment(2, rows=(0, 3)))
-    made.extend(segment(1, version=1, rows=(3, 4)))
-    leading = made.leading_rows()
-    assert (leading.first_position, leading.experts.dtype) == (0, np.uint8)
-    assert np.array_equal(leading.experts, made.sequences()[-1].routed_experts[:4])
-    made.extend(segment_with(routed(5, 7, version=2, unavailable=1), tokens=3, version=2))
-    assert made.leading_rows().end_position == 4
 
 
 def test_kept_sets_are_at_the_positions_of_their_sampled_tokens():
@@ -176,3 +107,13 @@ def test_a_group_sums_over_its_trajectories():
     assert (head.num_segments, head.num_tokens, head.tokens_per_version()) == (3, 5, {1: 2, 2: 3})
     group.trajectories.append(opened(routing=None))
     assert not group.closed
+
+
+def test_compact_rows_of_one_forward_pass_are_a_view():
+    rows, given = TrajectoryRows(SPEC), routed(0, 5)
+    assert rows.compact(4)[0].shape == (0, *SPEC.row_shape)
+    rows.add(given, version=3)
+    for length in (5, 4):
+        compact, runs = rows.compact(length)
+        assert np.array_equal(compact, given.experts[:length]) and np.shares_memory(compact, given.experts)
+        assert runs == (RowRun(length, 3),)

@@ -106,20 +106,7 @@ class RowGroupedLinear(GroupedLinear):
 class PackedAttention(torch.nn.Module):
     """TEDotProductAttention: knows rows by cu_seqlens alone, and of context ranks that they cut sequences in zigzag."""
 
-    def __init__(
-        self,
-        config,
-        layer_number,
-        attn_mask_type,
-        attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        k_channels=None,
-        v_channels=None,
-        num_splits=None,
-        cp_comm_type="p2p",
-        pg_collection=None,
-    ):
+    def __init__(self, config, *, softmax_scale=None, k_channels=None, v_channels=None, **_settings):
         super().__init__()
         self.v_channels = v_channels or config.kv_channels
         self.scale = softmax_scale or 1 / math.sqrt(k_channels or config.kv_channels)
@@ -147,9 +134,7 @@ class PackedAttention(torch.nn.Module):
         for begin, end in itertools.pairwise(ends):
             mine = (here >= begin) & (here < end)
             mask = here[mine].unsqueeze(1) >= torch.arange(begin, end)
-            q, k, v = (x.transpose(0, 1) for x in (query[mine], key[whole[begin:end]], value[whole[begin:end]]))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
-            outs.append(out.transpose(0, 1))
+            outs.append(self._attend(query[mine], key[whole[begin:end]], value[whole[begin:end]], mask))
         return torch.cat(outs).flatten(1)
 
     def _to_the_ends(self, query, key, value, packed):
@@ -162,24 +147,21 @@ class PackedAttention(torch.nn.Module):
         assert [max(each) for each in sizes] == [packed.max_seqlen_q, packed.max_seqlen_kv]
         outs = []
         for q, k, v in zip(query.split(sizes[0]), key.split(sizes[1]), value.split(sizes[1]), strict=True):
-            mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
-            outs.append(out.transpose(0, 1))
+            outs.append(self._attend(q, k, v, torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))))
         return torch.cat(outs).flatten(1)
+
+    def _attend(self, query, key, value, mask):
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        return out.transpose(0, 1)
 
     def _rows_of(self, rank, ends):
         """int64: the rows that a rank holds, of each sequence its chunk from the front and its chunk from the back."""
         if self.ring.size() == 1:
             return torch.arange(ends[-1])
         chunks = 2 * self.ring.size()
-        return torch.cat(
-            [
-                torch.arange(begin, end).chunk(chunks)[number]
-                for begin, end in itertools.pairwise(ends)
-                for number in (rank, chunks - 1 - rank)
-            ]
-        )
+        sequences = [torch.arange(begin, end).chunk(chunks) for begin, end in itertools.pairwise(ends)]
+        return torch.cat([chunk for each in sequences for chunk in (each[rank], each[chunks - 1 - rank])])
 
 
 class FusedSpecProvider(LocalSpecProvider):

@@ -4,19 +4,9 @@ import torch
 from torch.nn.utils import parametrize
 
 from async_rl.trainer.model.model import LoraConfig
-from tests.parallel.support import checkpoint_names, exported, gradients, start_trainer
+from tests.parallel.support import checkpoint_names, start_trainer
 
 LORA = LoraConfig(rank=4, alpha=6.0)
-
-
-def adapters_of(trainer):
-    """Name of PEFT, without its prefix -> matrix; collective."""
-    return exported(trainer, adapters=True)
-
-
-def adapter_gradients(trainer):
-    """Name of PEFT, without its prefix -> gradient of the last update; collective."""
-    return gradients(trainer, adapters=True)
 
 
 def start_lora_trainer(checkpoint, *, lora=LORA, spread=True, **changes):

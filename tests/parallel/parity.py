@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -59,9 +59,6 @@ class Difference:
     @property
     def largest(self) -> float:
         return max(self.loss, self.logprobs, self.gradients)
-
-    def as_dict(self) -> dict[str, float | str]:
-        return asdict(self)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

@@ -52,13 +52,7 @@ REPLAYS = ("none", "R2", "R3")
 RECOMPUTES = ("none", "selective", "full")
 PACKINGS = ("packed", "padded")
 # An odd rank of the latents, so that splitting them over ranks would fail.
-LATENT = {
-    "q_lora_rank": 47,
-    "kv_lora_rank": 41,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
-}
+LATENT = {"q_lora_rank": 47, "kv_lora_rank": 41, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 FAMILIES = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),

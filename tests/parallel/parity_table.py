@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tests.parallel.parity import TOLERANCE, Difference, run_cells
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say(_line(cell, difference))
             if options.json:
                 with options.json.open("a") as file:
-                    file.write(json.dumps({"cell": cell.name, **difference.as_dict()}) + "\n")
+                    file.write(json.dumps({"cell": cell.name, **asdict(difference)}) + "\n")
     wanted = {cell.name: results[cell.name] for cell in cells}
     table = summary(wanted, cells)
     _say("\n" + table)

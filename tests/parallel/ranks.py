@@ -1,10 +1,9 @@
 """Runs trainer cases on several ranks, each a separate process; a process runs all cases one after the other."""
 
 import contextlib
+import functools
 import math
-import sys
 import time
-import traceback
 import warnings
 import weakref
 from pathlib import Path
@@ -13,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_rl.trainer.distributed import open_store
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from tests.parallel.processes import result_of, run_ranks
+from tests.parallel.processes import result_of, run_ranks, told
 from tests.parallel.support import (
     assert_equal_gradients,
     assert_equal_metrics,
@@ -28,7 +26,6 @@ from tests.parallel.support import (
     start_trainer,
 )
 
-LIMIT_S = 500.0
 RELEASE_S = 20.0
 SMALL_BUCKET = 64 << 10  # bytes; a few tensors of the small models
 # A large eps keeps an update smooth in its gradient: entries near zero would else differ by their sign.
@@ -96,7 +93,7 @@ def assert_equal_cases(ours, theirs, expected):
     assert_near(ours["logprobs"], theirs["logprobs"], bound=2 * expected.logprob_bound)
     for mine, single in zip(ours["metrics"], theirs["metrics"], strict=True):
         assert_equal_metrics(mine, single, expected)
-    if ours["gradients"]:  # of the second update, clipped
+    if ours["gradients"]:  # clipped
         assert_equal_gradients(ours["gradients"], expected, theirs["gradients"])
     assert_equal_weights(ours["weights"], theirs["weights"], expected, optimizer=ADAM, updates=2)
 
@@ -146,12 +143,7 @@ def look_at_export(trainer):
             pass
     most = torch.tensor(live.most)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return {
-        "limit": limit,
-        "held": held,
-        "whole": sum(map(sum, units)),
-        "most_at_once": most.item(),
-    }
+    return {"limit": limit, "held": held, "whole": sum(map(sum, units)), "most_at_once": most.item()}
 
 
 def held_bytes(trainer):
@@ -208,24 +200,22 @@ class LiveTensors(TorchDispatchMode):
 
 
 def run_on_ranks(cases: dict[str, dict], folder: Path, *, ranks: int):
-    """Case name -> result of rank 0, or the traceback of the first rank that failed.
+    """Function of the name of a case: the result of rank 0.
 
     A case is settings of the trainer, its `checkpoint`, and `batch`, the arguments of make_batch.
     """
-    stores = [open_store("127.0.0.1") for _ in cases]
-    addresses = [f"{store.host}:{store.port}" for store in stores]
-    run_ranks(_rank, (ranks, cases, addresses, folder), ranks=ranks, limit_s=LIMIT_S)
-    return {name: result_of(folder, name) for name in cases}
+    run_ranks(_rank, ranks, cases, folder, meetings=cases, ranks=ranks)
+    return functools.partial(result_of, folder)
 
 
-def _rank(rank, ranks, cases, addresses, folder):
+def _rank(rank, addresses, ranks, cases, folder):
     warnings.simplefilter("ignore")
-    for (name, changes), address in zip(cases.items(), addresses, strict=True):
-        try:
-            changes = dict(changes)
+    for name, changes in cases.items():
+        with told(folder, name, rank=rank):
+            changes = {"ranks": ranks, "rank": rank, "rendezvous": addresses[name], **changes}
             source, rows = changes.pop("checkpoint"), changes.pop("batch")
             with counted_reads() as sizes:
-                trainer = start_trainer(source, optimizer=ADAM, rank=rank, rendezvous=address, ranks=ranks, **changes)
+                trainer = start_trainer(source, optimizer=ADAM, **changes)
             if changes.items() >= BALANCE.items():
                 result = run_balance_case(trainer, make_supervised_batch())
             else:
@@ -234,6 +224,3 @@ def _rank(rank, ranks, cases, addresses, folder):
             trainer.close()
             if rank == 0:
                 torch.save(result, folder / f"{name}.pt")
-        except BaseException:  # noqa: BLE001 - the test shows it
-            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-            sys.exit(1)  # the other rank waits in a collective and fails when this one is gone

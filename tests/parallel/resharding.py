@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import sys
-import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +9,10 @@ from pathlib import Path
 import torch
 
 from async_rl.files.atomic_dir import partial_folder
-from async_rl.trainer.distributed import open_store
 from async_rl.trainer.model.model import ParallelConfig
 from tests.helpers.killed_saves import kill_before_touch
-from tests.parallel.processes import run_ranks
-from tests.parallel.ranks import ADAM, LIMIT_S
+from tests.parallel.processes import run_ranks, told
+from tests.parallel.ranks import ADAM
 from tests.parallel.support import exported, make_batch, make_supervised_batch, start_trainer
 
 NEXT_SEEDS = (3, 4)
@@ -98,43 +95,34 @@ class Chain:
         return result
 
 
-def ranks_of(changes):
-    """How many ranks a link has."""
-    return changes.get("ranks", 2)
-
-
 def run_chains(chains):
     """Every link of every chain, in processes that take part in those that have their rank.
 
     At last rank 1 is killed while the ranks save over folder / killed of the first chain, a copy of folder / start.
     """
-    stores = [[open_store("127.0.0.1") for _ in chain.links] for chain in chains]
-    addresses = [[f"{store.host}:{store.port}" for store in of_chain] for of_chain in stores]
-    last = open_store("127.0.0.1")
     shutil.copytree(chains[0].folder / "start", chains[0].folder / "killed")
-    most = max(ranks_of(changes) for chain in chains for changes in chain.links.values())
-    run_ranks(_rank, (chains, addresses, f"{last.host}:{last.port}"), ranks=most, limit_s=LIMIT_S)
+    most = max(changes.get("ranks", 2) for chain in chains for changes in chain.links.values())
+    meetings = [chain.folder / name for chain in chains for name in chain.links]
+    run_ranks(_rank, chains, meetings=[*meetings, "killed"], ranks=most)
 
 
-def _rank(rank, chains, addresses, last):
+def _rank(rank, addresses, chains):
     warnings.simplefilter("ignore")
-    for chain, of_chain in zip(chains, addresses, strict=True):
-        befores = [chain.folder / name for name in ("start", *chain.links)]
-        for (name, changes), address, before in zip(chain.links.items(), of_chain, befores, strict=False):
-            if rank >= ranks_of(changes):
-                continue
-            try:
-                settings = {"ranks": 2, **chain.settings, **changes, "rank": rank, "rendezvous": address}
-                trainer = start_trainer(chain.checkpoint, optimizer=ADAM, **settings)
-                result = restored(trainer, before, chain.folder / name, chain.layers, like=chain.checkpoint)
-                trainer.close()
-                if rank == 0:
-                    torch.save(result, chain.folder / f"{name}.pt")
-            except BaseException:  # noqa: BLE001 - the test shows it
-                (chain.folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-                sys.exit(1)  # the other rank waits in a collective and fails when this one is gone
+    for chain in chains:
+        before = chain.folder / "start"
+        for name, changes in chain.links.items():
+            folder = chain.folder / name
+            if rank < changes.get("ranks", 2):
+                with told(chain.folder, name, rank=rank):
+                    settings = {"ranks": 2, **chain.settings, **changes, "rank": rank, "rendezvous": addresses[folder]}
+                    trainer = start_trainer(chain.checkpoint, optimizer=ADAM, **settings)
+                    result = restored(trainer, before, folder, chain.layers, like=chain.checkpoint)
+                    trainer.close()
+                    if rank == 0:
+                        torch.save(result, chain.folder / f"{name}.pt")
+            before = folder
     if rank < 2:
-        _save_until_killed(chains[0], rank=rank, ranks=2, rendezvous=last)
+        _save_until_killed(chains[0], rank=rank, ranks=2, rendezvous=addresses["killed"])
 
 
 def _save_until_killed(chain, *, rank, **settings):

@@ -17,12 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from async_rl.trainer.batch.advantage import AdvantageConfig, BatchRewards
 from async_rl.trainer.batch.forest import prefixes_of
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
-from async_rl.trainer.loss.losses import (
-    DecoupledPPO,
-    LossConfig,
-    policy_loss,
-    token_weights,
-)
+from async_rl.trainer.loss.losses import DecoupledPPO, LossConfig, policy_loss, token_weights
 from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -30,6 +25,7 @@ from message_queue.sampling_support import SamplingSupport
 from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence
 from tests.conformance.reference import watched_routers
 from tests.helpers import numerics
+from tests.helpers.groups import sets_of
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
 WARNINGS = pytest.mark.filterwarnings(
@@ -49,7 +45,7 @@ def save_tiny_moe(directory: Path) -> Path:
     return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
 
 
-def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3, support=False):
+def make_batch(lengths=LENGTHS, *, seed=0, routed=True, layers=3, support=False):
     """A padded RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt.
 
     support: of most sampled tokens a random part of the vocabulary was kept.
@@ -71,8 +67,6 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, behaviour=None, layers=3
         "group": torch.arange(count) // 2,
         "rewards": torch.arange(count, dtype=torch.float64) % 3,
     }
-    if behaviour is not None:
-        batch["behaviour_logprobs"] = behaviour
     if routed:
         rows = torch.rand(count, longest, layers, EXPERTS, generator=g).topk(TOP_K).indices.to(torch.int16)
         rows[~held] = -1
@@ -177,7 +171,7 @@ def _sequence(padded, number, *, now):
     positions, lag = np.flatnonzero(mask), np.zeros(length, np.int32)
     if "lag" in keys:
         lag = padded["lag"][number, :length].numpy()
-    rows, row_runs = None, ()
+    rows, row_runs, logprobs = None, (), np.zeros(len(positions), np.float32)
     if "routed_experts" in keys:
         experts = padded["routed_experts"][number, :length].numpy()
         given = (experts >= 0).all((1, 2))
@@ -186,27 +180,21 @@ def _sequence(padded, number, *, now):
             RowRun(int(end - start), now if given[start] else -1) for start, end in itertools.pairwise(bounds)
         )
         rows = experts.clip(min=0).astype(np.uint8)
-    logprobs = padded["behaviour_logprobs"][number, :length].numpy()[mask] if "behaviour_logprobs" in keys else None
-    support = padded["support"][number] if "support" in keys else None
+    if "behaviour_logprobs" in keys:
+        logprobs = padded["behaviour_logprobs"][number, :length].numpy()[mask]
     return TrainingSequence(
         token_ids=padded["token_ids"][number, :length].numpy().astype(np.int32),
         runs=_sampled_runs(positions, (now - lag[mask]).astype(np.int32)),
-        logprobs=np.zeros(len(positions), np.float32) if logprobs is None else logprobs,
+        logprobs=logprobs,
         rows=rows,
         row_runs=row_runs,
-        support=support,
+        support=padded["support"][number] if "support" in keys else None,
     )
 
 
 def support_of(kept):
     """The support of bool [n, V]: the kept tokens; a row without any is the whole vocabulary."""
     return SamplingSupport.pack(kept.sum(-1).numpy(), kept.nonzero()[:, 1].numpy())
-
-
-def sets_of(support):
-    """The kept tokens of each position; empty for the whole vocabulary."""
-    counts, token_ids = support.unpack()
-    return np.split(token_ids, np.cumsum(counts))[:-1]
 
 
 def outside_support(batch, *, vocab=VOCAB):
@@ -456,6 +444,13 @@ def reference_step(model, batch, terms, *, routed=True) -> Expected:
     )
 
 
+def expected_step(checkpoint, batch, loss=None, *, routed=True, **terms):
+    """`reference_step` with a policy loss and the weights of a checkpoint."""
+    return reference_step(
+        load_reference(checkpoint), batch, policy_terms(loss or DecoupledPPO(), **terms), routed=routed
+    )
+
+
 def _step(model, batch, terms, rows):
     """Logprobs, terms of the loss, gradients, and the experts that were used, [S, T, L, K] or None."""
     model.zero_grad()
@@ -539,6 +534,19 @@ def assert_equal_steps(loss, grads, expected):
     """Loss and gradients of an update are those of `expected`."""
     numerics.assert_within(abs(loss - expected.loss), expected.loss_bound, "loss")
     assert_equal_gradients(grads, expected)
+
+
+def assert_trains_as(trainer, batch, expected, **options):
+    """Train a batch: loss and gradients are those of `expected`; returns the metrics."""
+    metrics = trainer.train(batch, **options)
+    assert_equal_steps(metrics["loss"], gradients(trainer), expected)
+    return metrics
+
+
+def assert_same(ours, theirs):
+    """Two sets of named tensors are equal bit for bit."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
 
 
 def assert_equal_metrics(ours, theirs, expected):

@@ -22,10 +22,9 @@ from tests.parallel.support import (
     VOCAB,
     assert_equal_metrics,
     assert_equal_weights,
-    load_reference,
+    assert_same,
+    expected_step,
     make_batch,
-    policy_terms,
-    reference_step,
     start_trainer,
 )
 
@@ -87,8 +86,6 @@ def outcomes(tmp_path_factory):
     found = {}
     for family, chain in chains.items():
         results = {name: result_of(chain.folder, name) for name in chain.links}
-        for name, result in results.items():
-            assert isinstance(result, dict), f"{family} {name}: {result}"
         results["one"] = chain.end("one", **SPLIT)
         saved = {name: whole_tensors(chain.folder / name) for name in ("start", *results)}
         found[family] = Outcome(expected[family], results, saved, chain)
@@ -96,16 +93,12 @@ def outcomes(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_the_whole_state_passes_through_a_layout_bit_for_bit(outcomes, family, name):
+def test_state_and_hugging_face_checkpoint_pass_through_a_layout_bit_for_bit(outcomes, family, name):
     before, after = outcomes[family].saved["start"], outcomes[family].saved[name]
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         rows = VOCAB if key.endswith(("word_embeddings.weight", "output_layer.weight")) else None
         assert torch.equal(after[key][:rows], tensor[:rows]), key
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_every_layout_writes_the_same_hugging_face_checkpoint(outcomes, family, name):
     folder = outcomes[family].chain.folder
     expected = checkpoint_digest(pretrained_folder(folder / "start"))
     assert checkpoint_digest(pretrained_folder(folder / name)) == expected
@@ -131,29 +124,23 @@ def test_export_writes_the_same_from_a_checkpoint_of_several_ranks(outcomes, fam
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_a_restart_in_the_same_layout_is_exact(outcomes, family, name):
     result = outcomes[family].results[name]
-    assert str(result["repeated"]["metrics"]) == str(result["metrics"])  # nan is nan
-    weights = result["repeated"]["weights"]
-    assert all(torch.equal(weights[key], tensor) for key, tensor in result["weights"].items())
+    repeated = result["repeated"]
+    assert str(repeated["metrics"]) == str(result["metrics"])  # nan is nan
+    assert_same(repeated["weights"], result["weights"])
+    assert torch.equal(repeated["draw"], result["draw"]), "random numbers continue"
+    assert not torch.equal(result["draw"], outcomes[family].expected["draw"]), "in the same layout alone"
 
 
 @pytest.mark.parametrize(("family", "name"), [case for case in CASES if case[0] != "deepseek"])
 def test_the_next_steps_are_those_of_the_layout_before(outcomes, family, name):
     got, expected = outcomes[family].results[name], outcomes[family].expected
     # An update of this kind, not the same: the reference is of the weights at the start.
-    model, batch = load_reference(outcomes[family].chain.checkpoint), make_batch(seed=NEXT_SEEDS[0])
-    reference = reference_step(model, batch, policy_terms(DecoupledPPO()))
+    reference = expected_step(outcomes[family].chain.checkpoint, make_batch(seed=NEXT_SEEDS[0]))
     for ours, theirs in zip(got["metrics"], expected["metrics"], strict=True):
         assert theirs["grad_norm"] > ADAM.clip_grad  # so that clipping is seen, too
         assert_equal_metrics(ours, theirs, reference)
         assert ours["lr"] == theirs["lr"]
     assert_equal_weights(got["weights"], expected["weights"], reference, optimizer=ADAM, updates=len(NEXT_SEEDS))
-
-
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_random_numbers_continue_in_the_same_layout_alone(outcomes, family, name):
-    got, expected = outcomes[family].results[name], outcomes[family].expected
-    assert torch.equal(got["repeated"]["draw"], got["draw"])
-    assert not torch.equal(got["draw"], expected["draw"])
 
 
 def test_a_trainer_checkpoint_has_weights_optimizer_and_reference(outcomes):
@@ -181,5 +168,4 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_checkpoint_before(outc
     trainer.restore(chain.folder / "killed")
     trainer.close()
     assert not (chain.folder / "killed.partial").exists()
-    held = whole_tensors(chain.folder / "killed")
-    assert all(torch.equal(held[name], tensor) for name, tensor in outcomes["qwen"].saved["start"].items())
+    assert_same(whole_tensors(chain.folder / "killed"), outcomes["qwen"].saved["start"])

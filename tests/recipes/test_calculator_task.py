@@ -7,20 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.reward import Completion
 from message_queue.errors import ToolError
 from message_queue.tokens import StopReason
-from message_queue.trajectory import Trajectory
-from recipes.calculator.calculator import Calculator, LatencyConfig, calculate
+from recipes.calculator.calculator import Calculator, LatencyConfig
 from recipes.calculator.demonstrator import Demonstrator, NoiseConfig
 from recipes.calculator.problems import Problem, ProblemConfig, draw_problem, make_prompt
 from recipes.calculator.reward import ExactAnswer
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat, calculator_task
 from recipes.calculator.tokenizer import END_OF_TURN, VOCABULARY, build_tokenizer
 from tests.helpers.dense import loss_mask
-from tests.helpers.fakes import SPEC, FakeEngine, TurnScript
+from tests.helpers.fakes import FakeEngine, TurnScript
+from tests.helpers.tasks import roll_task
 
 TOKENIZER = build_tokenizer()
 CONFIG = ProblemConfig()
@@ -32,9 +31,6 @@ problems = st.builds(
 
 def task(seed=0, **options):
     return CalculatorTask(CalculatorConfig(**options), seed=seed)
-
-
-# ---- problems
 
 
 @given(problem=problems)
@@ -108,9 +104,6 @@ def test_a_prompt_without_the_text_of_its_answer_is_refused(target):
     task().check_prompt(replace(prompt, target={"answer": "8"}))
 
 
-# ---- tokenizer
-
-
 def test_the_vocabulary_has_117_ids_and_digits_are_single_tokens():
     assert len(VOCABULARY) == len(set(VOCABULARY)) == len(TOKENIZER) == 117
     assert [TOKENIZER.decode([i]) for i in TOKENIZER.encode("1234567890")] == list("1234567890")
@@ -138,13 +131,6 @@ def test_the_first_stop_token_is_the_end_of_a_turn():
     assert [VOCABULARY[i] for i in task().stop_token_ids] == [END_OF_TURN, "<|endoftext|>", "<|im_start|>"]
 
 
-# ---- tool and reward
-
-
-def test_the_calculator_computes_one_operation():
-    assert [calculate(text) for text in ("83*96", "7-7", "999999+1")] == ["7968", "0", "1000000"]
-
-
 @pytest.mark.parametrize(
     "expression", ["1-2", "1+2+3", "1/2", "", "1 + 2", "1+2\n", "1234567+1", "-1+2", None, 3, "\u0663+1"]
 )
@@ -162,7 +148,8 @@ def test_latencies_of_the_calculator_have_their_mean_and_tail():
     assert np.quantile(drawn, 0.99) > 10 * np.median(drawn)
 
 
-async def test_a_slow_calculator_takes_its_time():
+async def test_a_calculator_computes_one_operation_and_takes_its_time_if_it_is_slow():
+    assert [await Calculator()({"expression": text}) for text in ("83*96", "7-7")] == ["7968", "0"]
     calculator = Calculator(latency=LatencyConfig(mean_s=30.0), seed=0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
@@ -187,9 +174,6 @@ async def test_only_the_exact_answer_earns_the_reward(turns, stop_reason, reward
     assert await ExactAnswer().score(prompt, completion=Completion(turns=turns, stop_reason=stop_reason)) == reward
 
 
-# ---- demonstrations
-
-
 def demonstrator(**noise):
     clean = dict.fromkeys(NoiseConfig.__slots__, 0.0)
     return Demonstrator(chat=build_chat(TOKENIZER), tokenizer=TOKENIZER, noise=NoiseConfig(**(clean | noise)))
@@ -199,15 +183,9 @@ async def rolled(problem, turns):
     """The trajectory that the agent loop records if the model writes `turns`."""
     written = [TOKENIZER.encode(t + END_OF_TURN, add_special_tokens=False) for t in turns]
     opening = TOKENIZER.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    trajectory = Trajectory(routing=SPEC)
-    loop = task().build_loop(
-        engine=FakeEngine(TurnScript(written, opening=opening)),
-        tokenizer=TOKENIZER,
-        sampling=SamplingConfig(),
-        limits=TurnLimits(max_turns=50, max_tokens=2000),
-    )
-    await loop.run(make_prompt(problem, index=0), trajectory=trajectory, session="s", cache_salt="")
-    return trajectory
+    engine, limits = FakeEngine(TurnScript(written, opening=opening)), TurnLimits(max_turns=50, max_tokens=2000)
+    prompt = make_prompt(problem, index=0)
+    return await roll_task(task(), engine, tokenizer=TOKENIZER, limits=limits, prompt=prompt)
 
 
 @given(problem=problems, seed=st.integers(0, 10_000), noisy=st.booleans())

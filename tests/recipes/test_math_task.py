@@ -5,15 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.tools.tool import PauseGate
 from async_rl.config import RECIPES, ConfigError, load_config, recipe_overrides
 from async_rl.controller.preflight import check_run
-from message_queue.trajectory import Trajectory
 from recipes.math.make_sample import SAMPLE, write_sample
 from recipes.math.task import math_task, read_gsm8k
-from tests.helpers.fakes import SPEC, FakeEngine, TurnScript
+from tests.helpers.fakes import FakeEngine, TurnScript
+from tests.helpers.tasks import roll_task
 
 LIMITS = TurnLimits(max_turns=1, max_tokens=128)
 
@@ -30,23 +28,13 @@ def test_the_committed_sample_is_what_make_sample_writes(tmp_path):
     assert all((tmp_path / name).read_text() == (SAMPLE / name).read_text() for name in names)
 
 
-@pytest.mark.parametrize("name", ["train", "validation"])
-def test_solutions_of_the_sample_are_right(name):
-    rows = read_gsm8k(str(SAMPLE / f"{name}.jsonl"), name=name)
+def test_solutions_of_the_sample_are_right_and_no_question_is_asked_twice_or_held_out_and_trained():
+    rows = [row for name in ("train", "validation") for row in read_gsm8k(str(SAMPLE / f"{name}.jsonl"), name=name)]
     for row in rows:
         steps = re.findall(r"<<(\d+)([-+*])(\d+)=(\d+)>>(\d+)", row["solution"])
         assert steps and all(str(eval(a + sign + b)) == c == d for a, sign, b, c, d in steps)
         assert steps[-1][-1] == row["answer"]
-    questions = {row["question"] for row in rows}
-    assert len(questions) == len(rows)
-
-
-def test_no_held_out_question_of_the_sample_is_trained():
-    train, held_out = (
-        {row["question"] for row in read_gsm8k(str(SAMPLE / f"{name}.jsonl"), name=name)}
-        for name in ("train", "validation")
-    )
-    assert not train & held_out
+    assert len({row["question"] for row in rows}) == len(rows)
 
 
 def test_read_gsm8k_takes_the_number_after_the_last_mark(tmp_path):
@@ -79,12 +67,7 @@ def roll(task, prompt, reply):
     reply_ids = tokenizer.encode(reply + tokenizer.eos_token, add_special_tokens=False)
     opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
     engine = FakeEngine(TurnScript([reply_ids], opening=opening))
-    loop = task.build_loop(
-        engine=engine, tokenizer=tokenizer, sampling=SamplingConfig(), limits=LIMITS, gate=PauseGate()
-    )
-    trajectory = Trajectory(routing=SPEC)
-    asyncio.run(loop.run(prompt, trajectory=trajectory, session="s", cache_salt=""))
-    return trajectory
+    return asyncio.run(roll_task(task, engine, tokenizer=tokenizer, limits=LIMITS, prompt=prompt))
 
 
 @pytest.mark.parametrize(("said", "reward"), [("{}", 1), ("{}1", 0), ("", 0)])

@@ -7,15 +7,12 @@ import sys
 
 import pytest
 
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.tools.tool import PauseGate
 from async_rl.rollout.task import TaskConfig, build_task
 from message_queue.errors import RolloutError
 from message_queue.tokens import StopReason
-from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, make_engine, sampled_text, text_of, turn
-from tests.helpers.fakes import SPEC
+from tests.helpers.tasks import roll_task
 
 pytest.importorskip("openenv", reason="openenv-core is not installed")
 FACTORY = "recipes.openenv.task:openenv_task"
@@ -45,13 +42,8 @@ def task(**options):
     return build_task(TaskConfig(factory=FACTORY, options=options), seed=0)
 
 
-async def roll(own, *turns, limits=LIMITS):
-    loop = own.build_loop(
-        engine=make_engine(*turns), tokenizer=TOKENIZER, sampling=SamplingConfig(), limits=limits, gate=PauseGate()
-    )
-    trajectory = Trajectory(routing=SPEC)
-    await loop.run(own.train_prompt(0), trajectory=trajectory, session="s", cache_salt="v0")
-    return trajectory
+async def roll(own, *turns):
+    return await roll_task(own, make_engine(*turns), tokenizer=TOKENIZER, limits=LIMITS)
 
 
 async def test_each_rollout_has_a_session_and_the_rewards_of_its_steps(url):

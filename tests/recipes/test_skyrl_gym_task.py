@@ -2,14 +2,11 @@
 
 import pytest
 
-from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.tools.tool import PauseGate
 from async_rl.rollout.task import TaskConfig, build_task
 from message_queue.tokens import StopReason
-from message_queue.trajectory import Trajectory
 from tests.agent_loop.test_loops import TOKENIZER, make_engine, sampled_text, text_of, turn
-from tests.helpers.fakes import SPEC
+from tests.helpers.tasks import roll_task
 
 pytest.importorskip("skyrl_gym", reason="skyrl-gym is not installed")
 FACTORY = "recipes.skyrl_gym.task:skyrl_gym_task"
@@ -21,26 +18,21 @@ def task(**options):
 
 
 async def roll(own, *turns):
-    loop = own.build_loop(
-        engine=make_engine(*turns), tokenizer=TOKENIZER, sampling=SamplingConfig(), limits=LIMITS, gate=PauseGate()
-    )
-    prompt, trajectory = own.train_prompt(0), Trajectory(routing=SPEC)
-    await loop.run(prompt, trajectory=trajectory, session="s", cache_salt="v0")
-    return prompt, trajectory
+    return await roll_task(own, make_engine(*turns), tokenizer=TOKENIZER, limits=LIMITS)
 
 
 async def test_turns_of_an_environment_are_rewarded_until_it_is_done():
     answer = task().train_prompt(0).target["reward_spec"]["ground_truth"]
     turns = (turn("hm"), turn("#### 1"), turn(f"#### {answer}"))
-    prompt, trajectory = await roll(task(), *turns)
-    assert sampled_text(trajectory) == "".join(turns) and prompt.messages[0].content in text_of(trajectory)
+    trajectory, asked = await roll(task(), *turns), task().train_prompt(0).messages[0].content
+    assert sampled_text(trajectory) == "".join(turns) and asked in text_of(trajectory)
     assert "tentative numeric answer" in text_of(trajectory) and "only the final numeric answer" in text_of(trajectory)
     assert trajectory.stop_reason is StopReason.STOP and trajectory.info["done"] == 1
     assert trajectory.reward == pytest.approx(0.2 / 3 + 1.0)
 
 
 async def test_an_environment_of_one_turn_ends_with_it():
-    _, trajectory = await roll(task(environment="gsm8k"), turn("no"))
+    trajectory = await roll(task(environment="gsm8k"), turn("no"))
     assert (trajectory.reward, len(trajectory.turns)) == (0.0, 1)
 
 

@@ -20,7 +20,6 @@ from recipes.staleness.experiment import experiments, read_experiment
 from recipes.staleness.results import (
     Results,
     _shown,
-    _smooth,
     collapses,
     draw,
     interval,
@@ -100,26 +99,6 @@ def test_results_have_rates_times_and_ages(tmp_path):
     assert cell.staleness == {1: 10, 2: 40}
     assert cell.seconds_to(0.7) == pytest.approx(8) and cell.seconds_to(0.1) == 0
     assert np.isnan(cell.seconds_to(0.95))
-
-
-def test_the_figure_shows_means_over_seeds_with_their_intervals():
-    experiment = LOSSES.changed(["staleness.max_staleness=3", "loss=tis"])
-    runs = {cell: record(cell, reward=0.1 + 0.03 * int(cell.labels["seed"])) for cell in experiment.cells()}
-    curve = draw(Results.of(experiment, runs)).axes[0]
-    assert [text.get_text() for text in curve.get_legend().get_texts()] == ["staleness 3 (sync)"]
-    mean, half = 0.13, 4.303 * 0.03 / 3**0.5  # rewards of the first step: 0.1, 0.13, 0.16
-    assert curve.lines[0].get_ydata()[0] == pytest.approx(mean)
-    band = curve.collections[0].get_paths()[0].vertices
-    at_first = band[band[:, 0] == 1, 1]
-    assert (at_first.min(), at_first.max()) == pytest.approx((mean - half, mean + half))
-    mean, half = interval(np.array([[1.0, 2.0]]))
-    assert mean.tolist() == [1, 2] and half.tolist() == [0, 0], "the interval of one seed"
-
-
-def test_the_figure_shows_tokens_that_are_older_than_the_bound():
-    experiment = LOSSES.changed(["staleness.max_staleness=1", "loss=tis", "seed=0"])
-    histogram = draw(results_of(experiment, oldest=3)).axes[-1]
-    assert [patch.get_height() for patch in histogram.patches] == pytest.approx([0, 0.2, 0.2, 0.6])
 
 
 def test_the_table_has_means_intervals_and_ratios_to_synchronous_training():
@@ -217,7 +196,8 @@ def test_differences_are_of_pairs_with_the_same_seed(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_an_interval_around_zero_is_shown_with_its_digits():
+def test_intervals_of_one_seed_and_around_zero_are_shown_with_their_digits():
+    assert [each.tolist() for each in interval(np.array([[1.0, 2.0]]))] == [[1, 2], [0, 0]]
     assert _shown([-0.05, 0.05]) == "0.000 ± 0.635" and _shown([0.0, 0.0]) == "0 ± 0"
 
 
@@ -312,12 +292,6 @@ def test_cells_follow_the_schedule_of_the_first_label(tmp_path, monkeypatch):
     assert settings["schedule"] == "max_staleness_19-loss_ppo_clip-seed_0"
 
 
-def test_several_cells_run_at_a_time(tmp_path, monkeypatch):
-    runs = Runs(monkeypatch)
-    assert run(tmp_path, "--jobs", "3") == 0
-    assert sorted(runs.names) == sorted(cell.name for cell in LOSSES.changed(["seed=0"]).cells())
-
-
 @pytest.mark.parametrize("cell", [LAST, FIRST], ids=["finished", "cut-short"])
 def test_a_cell_with_other_settings_is_refused_before_any_cell_runs(tmp_path, monkeypatch, capsys, cell):
     runs = Runs(monkeypatch, failing=[cell])  # either some cells are finished, or the first is cut short
@@ -356,12 +330,6 @@ def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path,
     runs = Runs(monkeypatch)
     assert sweep.main([*words, "--out", str(tmp_path)]) == 2
     assert field in capsys.readouterr().err and not runs.commands
-
-
-def test_smoothing_is_a_trailing_mean():
-    values = np.array([0.0, 3.0, 6.0])
-    assert _smooth(values, 1).tolist() == [0, 3, 6]
-    assert _smooth(values, 3).tolist() == [0, 1.5, 3]
 
 
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)

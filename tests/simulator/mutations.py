@@ -1,11 +1,11 @@
-"""Defects of decoding, the queue, versions and checkpoints; the other modules register theirs."""
+"""Defects of decoding, advantages, the queue, versions and checkpoints; the other modules register theirs."""
 
-import asyncio
-import contextlib
 from dataclasses import replace
 
+import numpy as np
+import pytest
+
 from agent_loop.decoder import SegmentDecoder
-from agent_loop.tools.tool import PauseGate, ToolRunner
 from async_rl.cluster.batching import BatchingClient
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.controller.checkpoints import Checkpoints
@@ -14,37 +14,17 @@ from async_rl.controller.prepare import prepare
 from async_rl.inference.spans import cut_into_segments
 from async_rl.metrics.recorder import Recorder
 from async_rl.rollout.validator import Validator
+from async_rl.trainer.batch.advantage import batch_rewards
 from message_queue.events import Dropped, Loaded, Taken
-from message_queue.policies import build_policy
 from message_queue.queue import TrajectoryQueue
 from message_queue.sampling_support import SamplingSupport
 from message_queue.state import QueueState
-from message_queue.training_sequence import TrajectoryRows
+from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
-from tests.simulator import (
-    answer_mutations,
-    restart_mutations,
-    session_mutations,
-    staleness_mutations,
-    user_code_mutations,
-    worker_mutations,
-)
+from tests.simulator import restart_mutations, session_mutations, staleness_mutations, worker_mutations
 from tests.simulator.defects import MUTATIONS, defect
 
-__all__ = [
-    "MUTATIONS",
-    "answer_mutations",
-    "restart_mutations",
-    "session_mutations",
-    "staleness_mutations",
-    "user_code_mutations",
-    "worker_mutations",
-]
-
-
-@defect("staleness", of=build_policy)
-def bound_is_one_too_large(config, **options):
-    return build_policy(replace(config, max_staleness=config.max_staleness + 1), **options)
+__all__ = ["MUTATIONS", "restart_mutations", "session_mutations", "staleness_mutations", "worker_mutations"]
 
 
 @defect("staleness", of=prepare)
@@ -52,19 +32,6 @@ def staleness_is_reported_too_small(batch, contents, *, version_updates, **optio
     newest = max(version_updates[version] for group in batch.groups for version in group.tokens_per_version())
     batch = replace(batch, update=max(newest, batch.update - 1))
     return prepare(batch, contents, version_updates=version_updates, **options)
-
-
-class RowsAreAppended(TrajectoryRows):
-    def add(self, rows, *, version):
-        fresh = rows.experts[: max(0, len(rows.experts) - max(0, len(self) - rows.first_position))]
-        super().add(replace(rows, first_position=len(self), experts=fresh, unavailable=0), version=version)
-
-
-@defect("rows", also=RowsAreAppended)
-class RowsThatComeAgainAreAppended(SegmentDecoder):
-    def _request(self, trajectory, left):
-        request = super()._request(trajectory, left)
-        return replace(request, existing_rows=max(0, request.existing_rows - 1))
 
 
 @defect("rows")
@@ -130,47 +97,18 @@ class GroupIsHandedOutTwice(QueueState):
 
 
 @defect("exactly once")
-class ToolRunsTwice(ToolRunner):
-    async def run(self, calls):
-        await super().run(calls[:1])
-        return await super().run(calls)
-
-
-@defect("exactly once")
 class ResumedRequestHasItsWholeBudgetAgain(SegmentDecoder):
     def _request(self, trajectory, left):
         request = super()._request(trajectory, left)
         return replace(request, max_new_tokens=left + trajectory.turns[-1].num_sampled)
 
 
-@contextlib.contextmanager
-def silent(condition: asyncio.Condition):
-    """A condition that wakes no waiter inside."""
-    notify, condition.notify_all = condition.notify_all, lambda: None
-    try:
-        yield
-    finally:
-        condition.notify_all = notify
-
-
-@defect("progress")
-class NewVersionWakesNoWaiter(TrajectoryQueue):
-    async def loaded(self, version):
-        with silent(self._changed):
-            await super().loaded(version)
-
-
 @defect("progress")
 class PutWakesNoWaiter(TrajectoryQueue):
     async def put(self, head):
-        with silent(self._changed):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self._changed, "notify_all", lambda: None)
             return await super().put(head)
-
-
-@defect("progress")
-class ToolsStayPaused(PauseGate):
-    def resume(self):
-        return
 
 
 @defect("progress", "failure")
@@ -214,3 +152,15 @@ class CheckpointSkipsThePromptBeingAdmitted(SavesAnotherState):
     def edit(self, state, cursor):
         unfinished = [prompt for prompt in state.queue.prompts if prompt < cursor]
         return replace(state, prompt_cursor=cursor, unfinished_prompts=unfinished)
+
+
+@defect("kept")
+class AbortedPartialIsSampledAgain(SegmentDecoder):
+    def _append(self, trajectory, answer):
+        return answer[-1].stop_reason is not StopReason.ABORT and super()._append(trajectory, answer)
+
+
+@defect("advantage", of=batch_rewards)
+def advantages_are_those_of_the_next_rollout(groups, config):
+    made = batch_rewards(groups, config)
+    return replace(made, values=np.roll(made.values, 1))

@@ -1,10 +1,8 @@
 """Defects of the journal, of the content files, and of recovery from both."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
-from async_rl.controller.recovery import RecoveryLoop
 from async_rl.controller.resume import Resume
 from async_rl.inference.publish_state import PublishState
 from async_rl.inference.publisher import Publisher
@@ -20,7 +18,6 @@ from message_queue.journal import EventJournal
 from message_queue.recovery import recover
 from message_queue.sqlite_file import checksum
 from message_queue.state import QueueState
-from message_queue.trajectory import Trajectory
 from tests.simulator.defects import defect
 
 
@@ -48,25 +45,6 @@ class TrainedContentIsRemovedBeforeTheCheckpoint(GroupContents):
     def trained(self, groups, *, train_step):
         super().trained(groups, train_step=train_step)
         self.__dict__.setdefault("tasks", set()).add(asyncio.create_task(self.drop(groups)))
-
-
-@defect("exactly once", of=recover)
-def recovery_skips_a_ready_group(stored, place, *, policy):
-    state, restored = recover(stored, place, policy=policy)
-    if lost := list(state.ready.values())[-1:]:
-        state._remove(lost[0])
-        state._counts["admitted"] -= 1
-        state._counts["tokens"] -= lost[0].tokens
-    return state, replace(restored, ready=tuple(group.admission for group in state.ready.values()))
-
-
-@defect("exactly once", of=read_groups)
-def recovery_forgets_generated_tokens(place, groups):
-    found, notes = read_groups(place, groups)
-    for group in found.values():
-        if not group.closed:
-            group.trajectories[:] = [Trajectory(routing=place.routing) for _ in group.trajectories]
-    return found, notes
 
 
 @defect("exactly once", "failure", of=checksum, within="message_queue.journal", kinds=("events are damaged",))
@@ -126,12 +104,6 @@ class ToolRunsBeforeItsCallIsStored(RecordedTrajectory):
         return
 
 
-@defect("failure", "progress", kinds=("queue dies",))
-class ReplicasStayOnHold(Publisher):
-    async def resume(self):
-        return
-
-
 @defect("failure", kinds=("disk fails", "disk is full", "disk stays full"))
 class FailedJournalCostsAGroup(RolloutLog):
     async def flush(self):
@@ -139,13 +111,6 @@ class FailedJournalCostsAGroup(RolloutLog):
             await super().flush()
         except RolloutLogError as error:
             raise error.__cause__ from None
-
-
-@defect("ledger", kinds=("queue dies", "queue hangs"), seed=68)
-class QueueThatFailsAtTheEndIsNotNoticed(RecoveryLoop):
-    async def _close(self, queue):
-        with contextlib.suppress(Exception):
-            await super()._close(queue)
 
 
 @defect("failure", kinds=("trainer dies",))

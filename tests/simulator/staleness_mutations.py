@@ -5,8 +5,7 @@ from itertools import count
 
 from async_rl.controller.prepare import mini_batches_of, prepare
 from async_rl.rollout.rollouter import Rollouter
-from message_queue.contract import QueueSnapshot
-from message_queue.events import Dropped, Trained
+from message_queue.events import Trained
 from message_queue.heads import TrajectoryHead
 from message_queue.policies import build_policy
 from message_queue.recovery import recover
@@ -18,30 +17,10 @@ FAILS = ("reward fails", "tool is broken", "gives up", "no end of a reward")
 
 
 @defect("exactly once")
-class RecycledPromptIsForgotten(QueueState):
-    def apply(self, event):
-        super().apply(event)
-        if isinstance(event, Dropped) and event.requeue:
-            self.requeued.pop()
-
-
-@defect("exactly once")
 class NewPromptsOvertakeARecycledOne(QueueState):
     def next_admission(self, prompt):
         admission = super().next_admission(prompt)
         return replace(admission, prompt=prompt) if self.next_group % 2 else admission
-
-
-@defect("exactly once", of=build_policy)
-def prompt_is_requeued_forever(config, **options):
-    return build_policy(replace(config, max_requeues=10**6), **options)
-
-
-@defect("exactly once")
-class CheckpointForgetsRecycledPrompts(QueueSnapshot):
-    @property
-    def prompts(self):
-        return tuple(admission.prompt for admission in self.unfinished)
 
 
 @defect("exactly once", of=recover, seed=74)

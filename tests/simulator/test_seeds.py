@@ -14,13 +14,6 @@ from async_rl.simulator.outcome import run_scenario, run_seed
 from async_rl.simulator.scenario import KINDS, Fault, draw_scenario
 
 ROOT = Path(__file__).parents[2]
-HASHES = "from async_rl.simulator.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range({})])"
-A_SET_OF_NAMES = """
-from async_rl.inference.pool import ReplicaPool
-whole = ReplicaPool.__init__
-ReplicaPool.__init__ = lambda self, replicas, **of: whole(
-    self, [next(r for r in replicas if r.name == name) for name in {r.name for r in replicas}], **of)
-"""
 
 
 @pytest.mark.timeout(900)
@@ -33,21 +26,12 @@ def test_every_invariant_holds_under_faults(seeds):
     assert happened == set(KINDS), f"these never happened: {set(KINDS) - happened}"
 
 
-def hashes(code, *, hash_seed):
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
-    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return made.stdout
-
-
 def test_a_seed_gives_the_same_trace_in_every_process():
-    here = [run_seed(seed).trace_hash for seed in range(25)]
-    assert len(set(here)) == 25
-    assert hashes(HASHES.format(25), hash_seed="77") == f"{here}\n"
-
-
-def test_trace_shows_a_choice_that_depends_on_the_process():
-    code = A_SET_OF_NAMES + HASHES.format(4)
-    assert hashes(code, hash_seed="0") != hashes(code, hash_seed="1")  # they order replica-0 and replica-1 differently
+    here = [run_seed(seed).trace_hash for seed in range(10)]
+    assert len(set(here)) == 10
+    code = "from async_rl.simulator.outcome import run_seed; print([run_seed(seed).trace_hash for seed in range(10)])"
+    environment = {**os.environ, "PYTHONHASHSEED": "77", "PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == f"{here}\n"
 
 
 def test_run_without_faults_starts_once_and_keeps_all_groups():
@@ -63,10 +47,8 @@ def test_simulate_command_reports_seeds_that_hold(capsys, monkeypatch):
     assert "replica-0" in capsys.readouterr().out
     assert main(["--seeds", "4", "--start", "3", "--jobs", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.endswith("failed")] == [
-        "2 of 4 seeds, 0 failed",
-        "4 of 4 seeds, 0 failed",
-    ]
+    progress = [line for line in lines if line.endswith("failed")]
+    assert progress == ["2 of 4 seeds, 0 failed", "4 of 4 seeds, 0 failed"]
     assert "4 of 4 seeds held every invariant" in lines
 
 

@@ -1,18 +1,18 @@
-"""Defects of the dispatcher, and of the content that rollout workers store."""
+"""Defects of the dispatcher, of the content that rollout workers store, and of the boundary around user code."""
 
 import asyncio
 import contextlib
-import itertools
 
+from agent_loop.boundary import call_function
 from async_rl.cluster.replica import ReplicaClient
-from async_rl.cluster.worker import WorkerClient
 from async_rl.inference.supervisor import Supervisor
-from async_rl.rollout.content import reader
 from async_rl.rollout.dispatcher import WorkerLostError
+from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.worker import RolloutWorker
-from async_rl.simulator.run import Run, WatchedDispatcher
+from async_rl.simulator.run import WatchedDispatcher
 from tests.simulator.defects import defect
 
+CANCELS = ("reward lets out a cancel", "tool lets out a cancel", "agent lets out a cancel")
 DIES = ("worker dies", "worker hangs")
 
 
@@ -22,27 +22,10 @@ class GroupsOfADeadWorkerAreNotHandedOut(WatchedDispatcher):
         await asyncio.Event().wait()
 
 
-@defect("exactly once", kinds=DIES)
-class SuccessorStartsWithoutTheExistingTokens(WatchedDispatcher):
-    async def _stored(self, group):
-        await super()._stored(group)
-        return ()
-
-
 @defect("failure", "exactly once", kinds=DIES, seed=942)
 class RequestsOfADeadWorkerStayInTheEngine(ReplicaClient):
     async def forget_client(self, client):
         return
-
-
-@defect("exactly once", "failure")
-class TwoWorkersRollOutAGroup(WatchedDispatcher):
-    async def roll(self, prompt, admission, **options):
-        twin = asyncio.create_task(super().roll(prompt, admission, **options))
-        try:
-            return await super().roll(prompt, admission, **options)
-        finally:
-            twin.cancel()
 
 
 @defect("tools")
@@ -54,25 +37,6 @@ class ToolsArePausedInTheFirstWorkerOnly(WatchedDispatcher):
                 await member.worker.call(RolloutWorker.adopt, True, self._avoided)
 
 
-@defect("exactly once", of=reader._order, kinds=DIES)
-def records_of_workers_in_the_order_of_each(one):
-    return one[0]
-
-
-@defect("exactly once")
-class HandoutsStartAgainAtARestart(WatchedDispatcher):
-    async def open(self, place, *, live):
-        await super().open(place, live=live)
-        self._handouts = itertools.count()
-
-
-@defect("progress", kinds=("worker hangs",))
-class HungWorkerIsWaitedFor(WorkerClient):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self._bounds["events"] = None
-
-
 @defect("versions", "failure", "progress", kinds=("successor dies",))
 class DeadSuccessorStaysInThePool(Supervisor):
     def __init__(self, pool, publisher, **options):
@@ -81,21 +45,15 @@ class DeadSuccessorStaysInThePool(Supervisor):
         pool.lose = lambda member, **why: lose(member, **why) if member in first else None
 
 
-@defect("failure", "progress", kinds=("engine dies", "process dies", "process hangs"))
-class RunWithoutAReplicaGoesOn(Supervisor):
-    def __init__(self, pool, publisher, **options):
-        super().__init__(pool, publisher, **options)
-        pool.until_none = asyncio.Event().wait
+@defect("failure", "progress", of=call_function, kinds=("no end of a tool",))
+async def user_functions_run_in_the_threads_of_the_loop(function, arguments, **_options):
+    return await asyncio.to_thread(function, **arguments)
 
 
-@defect("exactly once", kinds=DIES)
-class NewWorkerStoresNothing(Run):
-    async def start_worker(self, **options):
-        worker = await super().start_worker(**options)
-        call = worker.call
-
-        async def call_but_open(method, /, *args, **options):
-            return None if method is RolloutWorker.open else await call(method, *args, **options)
-
-        worker.call = call_but_open
-        return worker
+@defect("failure", "progress", kinds=CANCELS)
+class RolloutThatLetsOutACancelHasEnded(Rollouter):
+    async def _run(self, roll, number):
+        try:
+            return await super()._run(roll, number)
+        except RuntimeError:
+            return True

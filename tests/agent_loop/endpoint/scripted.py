@@ -54,11 +54,7 @@ class ScriptedSession:
         await self.go.wait()
         return self._next()
 
-    async def generate(self, request):
-        self.requests.append(request)
-        self.asked.set()
-        await self.go.wait()
-        return self._next()
+    generate = answer
 
     def count_tokens(self, request):
         self.requests.append(request)
@@ -122,6 +118,11 @@ def openai_client(host, session, **options):
 
 def anthropic_client(host, session, **options):
     return anthropic.AsyncAnthropic(base_url=host.url, api_key=session.key, **{"max_retries": 0, **options})
+
+
+def head(key, *headers, path="/v1/chat/completions"):
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def connect(host):

@@ -114,7 +114,6 @@ def test_tool_choice_none_shows_no_tools(form):
         (responses, {"include": ["message.output_text.logprobs"]}, "include"),
         (responses, {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
         (responses, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        (responses, {"input": ""}, None),
         (responses, {"input": []}, "input"),
         (messages, {"max_tokens": None}, "max_tokens"),
         (messages, {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
@@ -138,13 +137,14 @@ def test_tool_choice_none_shows_no_tools(form):
     ids=lambda value: name_of(value) or f"{value}"[:40],
 )
 def test_a_request_that_cannot_be_met_is_refused_by_name(form, fields, named):
-    if named is None:
-        assert read(form, **fields).messages == (Message(role="user", content=""),)
-        return
     with pytest.raises(RequestError) as refused:
         read(form, **fields)
     assert refused.value.field == named
     assert named in f"{refused.value}"
+
+
+def test_an_empty_input_is_an_empty_message():
+    assert read(responses, input="").messages == (Message(role="user", content=""),)
 
 
 def test_texts_of_a_message_are_joined():
@@ -234,6 +234,8 @@ def test_answers_in_tokens_have_the_types_of_vllm():
         assert choice.finish_reason == "length"
         assert [token.logprob for token in choice.logprobs.content] == [-0.5, -0.25]
         assert found.prompt_token_ids == [1, 2, 3]
+    sent = tokens.write(TOKENS, asked)["choices"][0]["logprobs"]["content"]
+    assert [(each["token_id"], each["token"]) for each in sent] == [(5, "token_id:5"), (6, "token_id:6")]
     assert whole.usage == last.usage
     assert (whole.usage.total_tokens, whole.usage.prompt_tokens_details.cached_tokens) == (5, 2)
 
@@ -306,11 +308,6 @@ def test_logprobs_are_sent_when_they_are_asked_for():
     assert [(token["token"], token["logprob"]) for token in whole] == [("token_id:5", -0.5), ("token_id:6", -0.25)]
     first, *rest = sse_data(chat_completions.FORMAT.stream(answer(), asked))
     assert first["choices"][0]["logprobs"]["content"] == whole
-    of_tokens = tokens.write(TOKENS, call(BODIES[tokens]))["choices"][0]["logprobs"]["content"]
-    assert [(each["token_id"], each["token"], each["logprob"]) for each in of_tokens] == [
-        (5, "token_id:5", -0.5),
-        (6, "token_id:6", -0.25),
-    ]
     assert all(chunk["choices"][0]["logprobs"] is None for chunk in rest)
     assert chat_completions.write(answer(), call(BODIES[chat_completions]))["choices"][0]["logprobs"] is None
 

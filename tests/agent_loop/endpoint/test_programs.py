@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import threading
-from decimal import Decimal
+from functools import partial
 
 import aiohttp
 import anthropic
@@ -19,6 +19,7 @@ import torch
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
+from agent_loop.programs.conversation import ChatRequest
 from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
@@ -28,14 +29,14 @@ from message_queue.tokens import StopReason
 from message_queue.trajectory import Trajectory
 from recipes.calculator.tokenizer import END_OF_TURN, PAD, TURN_START, build_tokenizer
 from tests.agent_loop.test_session import Answers, check_exact
+from tests.helpers.agents import chat, message, respond
 from tests.helpers.fakes import SPEC, FakeEngine, FakeReward, Interruption
 
 TOKENIZER = build_tokenizer()
 PROMPT = Prompt(index=3, messages=(Message(role="user", content="1+2"),), target={"answer": "3"})
-LIMITS = TurnLimits(max_turns=8, max_tokens=400, generate_timeout_s=5.0, agent_timeout_s=10.0)
+LIMITS = TurnLimits(max_turns=8, max_tokens=400, generate_timeout_s=60.0, agent_timeout_s=120.0)
 ASK = '<tool_call>{"name": "add", "arguments": {"x": 1, "y": 2}}</tool_call>'
 SCRIPT = Answers(**{"tool_response": "3", "1+2": ASK})
-ADD = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}}}
 
 
 @pytest.fixture
@@ -68,62 +69,44 @@ async def roll(program, sessions, *, engine=None, **options):
     return trajectory
 
 
-async def with_openai(prompt, access):
-    async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        tools = [{"type": "function", "function": ADD}]
+async def adder(client, ask, prompt, access):
+    """Adds for the model until it answers; 1 if the answer is right."""
+    async with client(base_url=access.base_url, api_key=access.api_key) as opened:
+        history = list(prompt.messages)
         while True:
-            answer = await client.chat.completions.create(model=access.model, messages=messages, tools=tools)
-            message = answer.choices[0].message
-            messages.append(message)
-            if not message.tool_calls:
-                return float(message.content == prompt.target["answer"])
-            for call in message.tool_calls:
-                arguments = json.loads(call.function.arguments)
-                result = str(arguments["x"] + arguments["y"])
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
-
-
-async def with_responses(prompt, access):
-    async with openai.AsyncOpenAI(base_url=access.base_url, api_key=access.api_key) as client:
-        items = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        while True:
-            answer = await client.responses.create(
-                model=access.model, input=items, tools=[{"type": "function", **ADD, "strict": False}]
-            )
-            items += answer.output
-            calls = [item for item in answer.output if item.type == "function_call"]
-            if not calls:
-                return float(answer.output_text == prompt.target["answer"])
-            for call in calls:
+            request = ChatRequest(messages=tuple(history), agent=access.model, max_tokens=100)
+            said, _ = await ask(opened, request)
+            history.append(said)
+            if not said.tool_calls:
+                return float(said.content == prompt.target["answer"])
+            for call in said.tool_calls:
                 arguments = json.loads(call.arguments)
                 result = str(arguments["x"] + arguments["y"])
-                items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
+                history.append(Message(role="tool", content=result, tool_call_id=call.id))
 
 
-async def with_anthropic(prompt, access):
-    async with anthropic.AsyncAnthropic(base_url=access.base_url, api_key=access.api_key) as client:
-        messages = [{"role": m.role, "content": m.content} for m in prompt.messages]
-        tool = {"name": "add", "description": "adds", "input_schema": ADD["parameters"]}
-        while True:
-            async with client.messages.stream(
-                model=access.model, max_tokens=100, messages=messages, tools=[tool]
-            ) as stream:
-                answer = await stream.get_final_message()
-            messages.append({"role": "assistant", "content": answer.content})
-            calls = [block for block in answer.content if block.type == "tool_use"]
-            if not calls:
-                return float(answer.content[0].text == prompt.target["answer"])
-            results = [
-                {"type": "tool_result", "tool_use_id": c.id, "content": str(c.input["x"] + c.input["y"])} for c in calls
-            ]
-            messages.append({"role": "user", "content": results})
+with_openai = partial(adder, openai.AsyncOpenAI, chat)
+with_responses = partial(adder, openai.AsyncOpenAI, respond)
+with_anthropic = partial(adder, anthropic.AsyncAnthropic, message)
+PROGRAMS = {"chat completions": with_openai, "responses": with_responses, "messages": with_anthropic}
+each_api = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 
 
-PROGRAMS = [with_openai, with_responses, with_anthropic]
+def returning(reward):
+    """A program that makes its calls and returns a reward of its own."""
+
+    async def program(prompt, access):
+        await with_openai(prompt, access)
+        return reward
+
+    return program
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+def session_client(access):
+    return aiohttp.ClientSession(access.base_url, headers={"Authorization": f"Bearer {access.api_key}"})
+
+
+@each_api
 async def test_program_of_each_api_extends_one_path_and_gives_the_reward(program, sessions):
     trajectory = await roll(program, sessions)
     assert len(trajectory.paths) == 1 and len(trajectory.turns) == 2
@@ -133,7 +116,7 @@ async def test_program_of_each_api_extends_one_path_and_gives_the_reward(program
     assert ASK in text and "<tool_response>\n3\n</tool_response>" in text
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@each_api
 async def test_program_sees_one_answer_across_new_weights(program, sessions):
     engine = FakeEngine(SCRIPT, interruptions=[Interruption(after=5, load=1), None, Interruption(after=1, load=2)])
     trajectory = await roll(program, sessions, engine=engine)
@@ -143,29 +126,11 @@ async def test_program_sees_one_answer_across_new_weights(program, sessions):
 
 async def test_reward_of_the_task_sees_the_conversation_if_the_program_gives_none(sessions):
     reward = FakeReward(value=0.5)
-
-    async def program(prompt, access):
-        await with_openai(prompt, access)
-
-    trajectory = await roll(program, sessions, reward=reward)
+    trajectory = await roll(returning(None), sessions, reward=reward)
     assert trajectory.reward == 0.5
     (completion,) = reward.seen
     assert [m.role for m in completion.messages] == ["user", "assistant", "tool", "assistant"]
     assert completion.text == "3"
-
-
-async def test_rewards_of_agents_are_summed_and_noted(sessions):
-    async def program(prompt, access):
-        await with_openai(prompt, access)
-        headers = {"Authorization": f"Bearer {access.api_key}"}
-        async with aiohttp.ClientSession(access.base_url, headers=headers) as client:
-            for body in ({"reward": {"planner": 1.0}}, {"reward": {"planner": 0.25, "solver": 0.5}}):
-                async with client.post("/sessions/g0-t0/reward", json=body) as answer:
-                    assert answer.status == 200
-
-    trajectory = await roll(program, sessions)
-    assert trajectory.reward == 0.75
-    assert (trajectory.info["reward/planner"], trajectory.info["reward/solver"]) == (0.25, 0.5)
 
 
 def planner_and_critic(returned, *, after=None):
@@ -221,8 +186,7 @@ async def test_rollout_whose_agents_cannot_be_trained_fails_by_name(agents, retu
 
 async def test_reward_for_an_undeclared_agent_gets_400_and_models_lists_the_agents(sessions):
     async def report(access):
-        headers = {"Authorization": f"Bearer {access.api_key}"}
-        async with aiohttp.ClientSession(access.base_url, headers=headers) as client:
+        async with session_client(access) as client:
             async with client.post("/sessions/g0-t0/reward", json={"reward": {"judge": 1.0}}) as answer:
                 assert answer.status == 400 and "'judge'" in await answer.text()
             async with client.post("/sessions/g0-t0/reward", json={"reward": BOTH}) as answer:
@@ -245,33 +209,23 @@ async def test_late_call_and_the_key_of_another_session_are_refused(sessions):
         with pytest.raises(openai.ConflictError):
             await with_openai(prompt, kept[0])
         with pytest.raises(openai.AuthenticationError):
-            await with_openai(prompt, type(access)(base_url=access.base_url, api_key="sk-no", model=access.model))
+            await with_openai(prompt, dataclasses.replace(access, api_key="sk-no"))
         return await with_openai(prompt, access)
 
     await roll(program, sessions)
     await roll(keep_open, sessions)
 
 
-@pytest.mark.parametrize(
-    "reward", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), Decimal("0.5"), {"planner": torch.tensor(0.5)}]
-)
+@pytest.mark.parametrize("reward", [np.float32(0.5), torch.tensor(0.5), {"planner": torch.tensor(0.5)}])
 async def test_reward_of_a_program_is_a_number_of_any_library(reward, sessions):
-    async def program(prompt, access):
-        await with_openai(prompt, access)
-        return reward
-
-    found = (await roll(program, sessions)).reward
+    found = (await roll(returning(reward), sessions)).reward
     assert (found, type(found)) == (0.5, float)
 
 
 @pytest.mark.parametrize("reward", ["0.5", b"1", np.float32("nan"), [0.5], object()])
 async def test_reward_of_a_program_that_is_no_finite_number_fails_the_rollout(reward, sessions):
-    async def program(prompt, access):
-        await with_openai(prompt, access)
-        return reward
-
     with pytest.raises(RolloutError, match="rewards are finite numbers"):
-        await roll(program, sessions)
+        await roll(returning(reward), sessions)
 
 
 async def test_program_that_is_not_async_runs_in_a_thread(sessions):
@@ -282,27 +236,28 @@ async def test_program_that_is_not_async_runs_in_a_thread(sessions):
     assert (await roll(program, sessions)).reward == 1.0
 
 
-async def test_program_that_lets_out_a_cancel_is_a_failed_rollout(sessions):
-    async def program(prompt, access):
-        await with_openai(prompt, access)
-        raise asyncio.CancelledError("Cancelled by cancel scope 7f00")
-
-    with pytest.raises(RolloutError, match="cancel scope 7f00"):
-        await roll(program, sessions)
-
-
-@pytest.mark.parametrize("how", ["raises", "no reward", "no call", "late"])
-async def test_program_that_fails_is_a_failed_rollout_with_a_reason(how, sessions):
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raises", "KeyError"),
+        ("lets out a cancel", "cancel scope 7f00"),
+        ("no reward", "no reward"),
+        ("no call", "no model call"),
+        ("late", "agent_timeout_s"),
+    ],
+)
+async def test_program_that_fails_is_a_failed_rollout_with_a_reason(how, text, sessions):
     async def program(prompt, access):
         if how == "no call":
             return 1.0
         await with_openai(prompt, access)
         if how == "raises":
             raise KeyError("oops")
+        if how == "lets out a cancel":
+            raise asyncio.CancelledError("Cancelled by cancel scope 7f00")
         if how == "late":
             await asyncio.Event().wait()
 
-    text = {"raises": "KeyError", "no reward": "no reward", "no call": "no model call", "late": "agent_timeout_s"}[how]
     limits = TurnLimits(max_turns=8, max_tokens=400, agent_timeout_s=0.5 if how == "late" else 10.0)
     with pytest.raises(RolloutError, match=text):
         await roll(program, sessions, limits=limits)
@@ -371,28 +326,30 @@ assert answer.choices[0].message.tool_calls
 """
 
 
+def agent_program(folder, end):
+    (folder / "agent.py").write_text(CALL + end)
+    return command(sys.executable, str(folder / "agent.py"))
+
+
 @pytest.mark.parametrize(("end", "reward"), [("print('done')\nprint(0.75)", 0.75), ("print('done')", 0.5)])
 async def test_command_makes_calls_and_may_print_the_reward(end, reward, sessions, tmp_path):
-    (tmp_path / "agent.py").write_text(CALL + end)
-    program = command(sys.executable, str(tmp_path / "agent.py"))
-    limits = dataclasses.replace(LIMITS, agent_timeout_s=120.0)  # a process imports for long on a busy machine
-    trajectory = await roll(program, sessions, reward=FakeReward(value=0.5), limits=limits)
+    trajectory = await roll(agent_program(tmp_path, end), sessions, reward=FakeReward(value=0.5))
     assert trajectory.reward == reward and trajectory.info["turns"] == 1
 
 
 async def test_command_that_fails_names_its_error(sessions, tmp_path):
-    (tmp_path / "agent.py").write_text(CALL + "raise KeyError('oops')")
-    limits = dataclasses.replace(LIMITS, agent_timeout_s=120.0)
     with pytest.raises(RolloutError, match="KeyError: 'oops'"):
-        await roll(command(sys.executable, str(tmp_path / "agent.py")), sessions, limits=limits)
+        await roll(agent_program(tmp_path, "raise KeyError('oops')"), sessions)
+
+
+ACCESS = ModelAccess(base_url="http://localhost", api_key="k", model="policy")
 
 
 @pytest.mark.parametrize("start", ["", "setsid"])
 async def test_command_is_not_waited_for_by_other_holders_of_its_output(start, tmp_path):
     run = command("sh", "-c", f"{start} sleep 1000 & echo $! > {tmp_path}/pid; cat > /dev/null; echo said; echo 0.75")
-    access = ModelAccess(base_url="http://localhost", api_key="k", model="policy")
     try:
-        assert await asyncio.wait_for(run(PROMPT, access), 60) == 0.75
+        assert await asyncio.wait_for(run(PROMPT, ACCESS), 60) == 0.75
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             psutil.Process(int((tmp_path / "pid").read_text())).kill()
@@ -400,8 +357,7 @@ async def test_command_is_not_waited_for_by_other_holders_of_its_output(start, t
 
 async def test_command_that_does_not_read_its_prompt_ends():
     prompt = dataclasses.replace(PROMPT, target={"long": "x" * 1_000_000})
-    access = ModelAccess(base_url="http://localhost", api_key="k", model="policy")
-    assert await asyncio.wait_for(command("echo", "1.5")(prompt, access), 60) == 1.5
+    assert await asyncio.wait_for(command("echo", "1.5")(prompt, ACCESS), 60) == 1.5
 
 
 async def test_command_ends_with_all_that_it_started(sessions, tmp_path):
@@ -410,9 +366,7 @@ async def test_command_ends_with_all_that_it_started(sessions, tmp_path):
         "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
         f"print(child.pid, file=open({str(noted)!r}, 'w'), flush=True)\nchild.wait()\n"
     )
-    (tmp_path / "agent.py").write_text(CALL + start)
-    limits = TurnLimits(max_turns=8, max_tokens=400, generate_timeout_s=60.0)
-    rolling = asyncio.create_task(roll(command(sys.executable, str(tmp_path / "agent.py")), sessions, limits=limits))
+    rolling = asyncio.create_task(roll(agent_program(tmp_path, start), sessions))
     while not (noted.exists() and noted.read_text().endswith("\n")):
         await asyncio.wait([rolling], timeout=0.01)
         assert not rolling.done()

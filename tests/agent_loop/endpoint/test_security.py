@@ -12,6 +12,7 @@ from tests.agent_loop.endpoint.scripted import (
     answer,
     close,
     connect,
+    head,
     openai_client,
     raw,
     request,
@@ -31,11 +32,6 @@ SESSION_PATHS = [
     ("POST", "/sessions/rollout-0/reward"),
     ("POST", "/sessions/rollout-0/end"),
 ]
-
-
-def head(key, *headers):
-    lines = ["POST /v1/chat/completions HTTP/1.1", "host: x", f"authorization: Bearer {key}", *headers]
-    return "\r\n".join([*lines, "", ""]).encode()
 
 
 async def assert_served(host, session):
@@ -172,11 +168,8 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(headers):
 
 async def test_a_second_request_in_one_connection_needs_a_key_of_its_own():
     async with serving() as (host, session):
-        head = (
-            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: {session.key}\r\ncontent-length: {len(BODY)}"
-        )
         last = SMUGGLED.replace(b"host: x", b"host: x\r\nconnection: close")
-        found = await raw(host, f"{head}\r\n\r\n".encode() + BODY + last)
+        found = await raw(host, head(session.key, f"content-length: {len(BODY)}") + BODY + last)
         assert found.startswith(b"HTTP/1.1 200") and found.count(b"HTTP/1.1 401") == 1
         assert session.status == "open"
 
@@ -209,13 +202,12 @@ async def test_a_body_of_the_largest_size_is_served():
         assert (await request(host, "/v1/chat/completions", key=session.key, body=BODY.ljust(4096)))[0] == 200
 
 
+MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost:"
 
 
 def half_body(key):
-    return (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-api-key: %s\r\ncontent-length: 99\r\n\r\n{" % key.encode()
-    )
+    return head(key, "content-length: 99") + b"{"
 
 
 async def drip(host, start):
@@ -233,16 +225,11 @@ async def drip(host, start):
         await close(writer)
 
 
-@pytest.mark.parametrize("start", [b"", HALF_HEAD], ids=["nothing", "half a head"])
+@pytest.mark.parametrize("start", [b"", HALF_HEAD, MODELS + HALF_HEAD], ids=["nothing", "half a head", "second head"])
 async def test_a_head_that_drips_is_closed(start):
     async with serving(head_timeout_s=0.1) as (host, _):
-        assert b"200" not in await drip(host, start)
-
-
-async def test_a_second_head_that_drips_is_closed():
-    async with serving(head_timeout_s=0.1) as (host, _):
-        found = await drip(host, MODELS + HALF_HEAD)
-        assert found.count(b"HTTP/1.1") <= 1
+        found = await drip(host, start)
+        assert b"200" not in found and found.count(b"HTTP/1.1") <= 1
 
 
 @pytest.mark.parametrize("key", [True, False], ids=["key", "no key"])
@@ -254,7 +241,6 @@ async def test_a_body_that_does_not_come_is_refused(key):
         assert session.requests == []
 
 
-MODELS = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
 MODELS_AND_CLOSE = MODELS.replace(b"host: x", b"host: x\r\nconnection: close")
 
 
@@ -269,17 +255,25 @@ async def test_a_client_that_reads_nothing_is_closed():
         await close(writer)
 
 
-async def test_others_are_served_beside_slow_clients():
-    async with serving() as (host, session):
-        slow = [await connect(host) for _ in range(20)]
-        for number, (_, writer) in enumerate(slow):
-            writer.write(HALF_HEAD if number % 2 else half_body(session.key))
-        await assert_served(host, session)
-        for _, writer in slow:
-            await close(writer)
-
-
 WRONG_KEY = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: sk-wrong")
+
+
+def models(session, *, close=False):
+    """A request with the key of the session."""
+    return MODELS.replace(
+        b"host: x", b"host: x%s\r\nx-api-key: %s" % (b"\r\nconnection: close" * close, session.key.encode())
+    )
+
+
+async def opened_with_a_key(host, session, count):
+    """Connections that have had an answer."""
+    made = []
+    for _ in range(count):
+        reader, writer = await connect(host)
+        writer.write(models(session))
+        await reader.readuntil(b"async_rl")
+        made.append((reader, writer))
+    return made
 
 
 @pytest.mark.parametrize(
@@ -287,17 +281,13 @@ WRONG_KEY = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: sk-wrong")
 )
 async def test_connections_without_a_key_take_no_place_of_those_with_one(start):
     async with serving(max_connections=8) as (host, session):
-        with_key = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: %s" % session.key.encode())
-        kept = [await connect(host) for _ in range(3)]
-        for reader, writer in kept:
-            writer.write(with_key)
-            await reader.readuntil(b"async_rl")
+        kept = await opened_with_a_key(host, session, 3)
         others = [await connect(host) for _ in range(40)]
         for _, writer in others:
             writer.write(start)
         await assert_served(host, session)
         for reader, writer in kept:
-            writer.write(with_key)
+            writer.write(models(session))
             await reader.readuntil(b"async_rl")
         closed = [asyncio.create_task(reader.read()) for reader, _ in others[:30]]  # the oldest
         await asyncio.gather(*closed, return_exceptions=True)
@@ -307,16 +297,11 @@ async def test_connections_without_a_key_take_no_place_of_those_with_one(start):
 
 async def test_connections_with_a_key_are_bounded_and_lose_their_place_with_it():
     async with serving(max_connections=2) as (host, session):
-        with_key = MODELS.replace(b"host: x", b"host: x\r\nx-api-key: %s" % session.key.encode())
-        kept = []
-        for _ in range(2):
-            kept.append(await connect(host))
-            kept[-1][1].write(with_key)
-            await kept[-1][0].readuntil(b"async_rl")
-        assert await raw(host, with_key) == b""
+        kept = await opened_with_a_key(host, session, 2)
+        assert await raw(host, models(session)) == b""
         kept[0][1].write(WRONG_KEY)
         await kept[0][0].readuntil(b"401")
-        assert b"200" in await raw(host, with_key.replace(b"host: x", b"host: x\r\nconnection: close"))
+        assert b"200" in await raw(host, models(session, close=True))
         for _, writer in kept:
             await close(writer)
 

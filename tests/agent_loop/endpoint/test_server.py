@@ -18,6 +18,7 @@ from tests.agent_loop.endpoint.scripted import (
     ScriptedHost,
     close,
     connect,
+    head,
     request,
     serving,
     sse_data,
@@ -28,9 +29,8 @@ TOKENS = {"token_ids": [1, 2], "sampling_params": {"logprobs": 1}}
 MESSAGE = CHAT | {"max_tokens": 9}
 
 
-def http(path, *, key, body=b"", headers=()):
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"authorization: Bearer {key}", f"content-length: {len(body)}"]
-    return "\r\n".join([*lines, *headers, "", ""]).encode() + body
+def http(path, *headers, key, body=b""):
+    return head(key, f"content-length: {len(body)}", *headers, path=path) + body
 
 
 async def test_an_opened_session_has_the_whole_prompt():
@@ -122,7 +122,7 @@ async def test_a_stream_shows_that_it_waits(path, body, sign):
         session.go.clear()
         reader, writer = await connect(host)
         data = json.dumps(body | {"stream": True}).encode()
-        writer.write(http(path, key=session.key, body=data, headers=["connection: close"]))
+        writer.write(http(path, "connection: close", key=session.key, body=data))
         await reader.readuntil(sign)
         await reader.readuntil(sign)
         session.go.set()
@@ -156,8 +156,7 @@ async def test_connections_are_closed_with_the_endpoint():
     async with serving() as (host, session):
         idle, half, slow = [await connect(host) for _ in range(3)]
         half[1].write(b"POST /v1/messages HTTP/1.1\r\nhost:")
-        head = http("/v1/messages", key=session.key).replace(b"content-length: 0", b"content-length: 9")
-        slow[1].write(head)
+        slow[1].write(head(session.key, "content-length: 9", path="/v1/messages"))
         other = await connect(host)
         other[1].write(http("/sessions", key=RUN_KEY))
         await other[0].readuntil(b"201")

@@ -1,7 +1,5 @@
 """Sampled turns as HTTP agents see them: the calls of the agent loop's parser, and valid JSON in every family."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -36,13 +34,6 @@ def test_reasoning_text_and_calls_of_a_turn(text, before, reasoning, content, ca
     assert (found.reasoning, found.content, found.calls) == (reasoning, content, (("add", '{"x": 1}'),) * calls)
 
 
-@pytest.mark.parametrize("marker", ["<tool_call>", "</tool_call>", "</think>"])
-def test_a_marker_in_the_json_of_a_call_is_text(marker):
-    arguments = json.dumps({"x": f"a {marker} b"})
-    found = read(f'so <tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>{CALL}<|im_end|>')
-    assert found.calls == (("add", arguments), ("add", '{"x": 1}')) and found.content == "so "
-
-
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e400", "9" * 5000, "[" * 500 + "]" * 500])
 def test_a_call_without_valid_json_stays_in_the_text(value):
     call = f'<tool_call>{{"name": "add", "arguments": {{"x": {value}}}}}</tool_call>'
@@ -55,16 +46,7 @@ def test_names_and_arguments_are_safe_text():
     assert read(f"{call}<|im_end|>").calls == (("a\ufffd", '{"\ufffd": "😀"}'),)
 
 
-GLM_TAGS = (
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-)
+GLM_TAGS = tuple(f"<{end}{name}>" for name in ("arg_key", "arg_value", "tool_call", "think") for end in ("", "/"))
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,13 @@ from async_rl.cluster import batching
 from async_rl.cluster.batching import BatchingClient, BatchingServer, RemoteError
 
 
-class Refusal(RuntimeError):
-    pass
+class Refusal(RuntimeError): ...
 
 
-class LateRefusal(Refusal):
-    pass
+class LateRefusal(Refusal): ...
 
 
-class Lost(RuntimeError):
-    pass
+class Lost(RuntimeError): ...
 
 
 class Service:
@@ -59,16 +56,13 @@ class Service:
 
 
 class Handle:
-    """A server in the same loop, reached through bytes as an actor is.
+    """A server in the same loop, reached through bytes as an actor is. jitter: iterations before a message arrives."""
 
-    dead: error of every message. unsendable: error of sending. silent: messages are never answered. jitter: loop
-    iterations before a message arrives.
-    """
+    dead = unsendable = None  # errors of every message, and of sending one
+    silent = False  # messages are never answered
 
     def __init__(self, server, *, jitter=lambda: 0):
         self.server, self.jitter = server, jitter
-        self.dead = self.unsendable = None
-        self.silent = False
         self.sent, self.received = [], []
 
     def __getattr__(self, name):
@@ -98,14 +92,14 @@ def serving(service, *refusals):
     return server
 
 
-def make(*, timeout_s=60.0):
+def make():
     service = Service()
     handle = Handle(serving(service, Refusal))
-    return client_of(handle, timeout_s=timeout_s), handle, service
+    return client_of(handle), handle, service
 
 
-def client_of(handle, name="driver", *, timeout_s=60.0):
-    return BatchingClient(handle, name=name, server="the service", timeout_s=timeout_s, lost=Lost)
+def client_of(handle, name="driver"):
+    return BatchingClient(handle, name=name, server="the service", timeout_s=60.0, lost=Lost)
 
 
 async def until(condition):
@@ -127,19 +121,13 @@ async def outcomes(*calls):
         return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_batching_calls_of_one_iteration_are_one_message_and_start_in_order():
+async def test_batching_calls_of_one_iteration_and_replies_of_neighbouring_ones_are_one_message():
     client, handle, service = make()
-    assert await asyncio.gather(*(client.call(Service.echo, i) for i in range(5))) == [0, 1, 2, 3, 4]
-    assert handle.sent == ["exchange"]
-    assert service.started == [0, 1, 2, 3, 4]
-    assert await client.call(Service.echo, "alone", turns=1) == "alone"
-    assert handle.sent == ["exchange"] * 2
-
-
-async def test_batching_replies_of_neighbouring_iterations_are_one_message():
-    client, handle, _ = make()
     assert await asyncio.gather(*(client.call(Service.echo, i, turns=i) for i in range(6))) == list(range(6))
     assert handle.sent == ["exchange"]
+    assert service.started == list(range(6))
+    assert await client.call(Service.echo, "alone", turns=1) == "alone"
+    assert handle.sent == ["exchange"] * 2
 
 
 async def test_batching_call_that_was_not_sent_is_not_sent_when_cancelled():
@@ -197,7 +185,6 @@ async def test_batching_server_that_died_fails_every_call_that_was_sent():
 @pytest.mark.parametrize(
     ("trouble", "value", "named"),
     [
-        ("dead", OSError("the actor died"), "the actor died"),
         ("unsendable", OSError("no connection"), "no connection"),
         ("silent", True, "0.011 s"),
     ],
@@ -238,8 +225,8 @@ async def test_batching_client_that_died_leaves_nothing(monkeypatch):
 async def test_batching_client_of_the_same_name_gets_no_reply_of_the_one_before(monkeypatch):
     monkeypatch.setattr(batching, "COLLECT_S", 0.001)
     client, handle, service = make()
-    number = next(client._numbers)
-    assert await handle.server.exchange("driver", [batching.Call(number, "wait", ("old",), {})], []) == []
+    old = batching.Call(next(client._numbers), "wait", ("old",), {})
+    assert await handle.server.exchange("driver", [old], []) == []
     service.gates["old"].set()
     again = client_of(handle)
     assert await outcomes(*(again.call(Service.echo, i) for i in range(3))) == [0, 1, 2]

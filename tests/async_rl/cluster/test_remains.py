@@ -82,6 +82,7 @@ def await_end(processes, *, timeout_s):
 def test_processes_at_and_below_a_raylet_are_ended_after_the_driver(dies_first, monkeypatch):
     reading, writing = os.pipe()
     looked, wait = threading.Event(), select.select
+    monkeypatch.setattr(remains, "GRACE_S", 0.1)
     monkeypatch.setattr(remains, "select", SimpleNamespace(select=lambda *of: looked.set() or wait(*of)))
     (raylet, child), (stranger, _) = started(RAYLET), started("import sys; print(); sys.stdin.read()")
     with os.fdopen(reading) as stdin, os.fdopen(writing, "wb") as driver, raylet, stranger:

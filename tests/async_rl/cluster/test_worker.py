@@ -15,7 +15,6 @@ from async_rl.files.rollouts import FailedRollout
 from async_rl.inference.pool import ReplicaPool
 from async_rl.rollout.dispatcher import Dispatcher, WorkerLostError
 from async_rl.rollout.task import build_task
-from async_rl.rollout.worker import RolloutWorker
 from message_queue.trajectory import Admission
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
 from recipes.calculator.reward import ExactAnswer
@@ -57,15 +56,23 @@ class FakeActor:
         return answer
 
 
+@pytest.fixture
+def built(tmp_path):
+    """A function: overrides -> worker, a prompt, and the engine of the worker."""
+
+    def build(*overrides):
+        save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
+        config, engine = load_config(["trainer.router_replay=none", *overrides]), FakeEngine(SCRIPT, routing=None)
+        made = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
+        return made, build_task(config.task, seed=0).train_prompt(7), engine
+
+    return build
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
 @pytest.mark.parametrize("own", [(), ("validation.sampling.temperature=0",)], ids=["of the run", "of its own"])
-async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own, tmp_path):
-    save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
-    engine = FakeEngine(SCRIPT, routing=None)
-    at_half = ("rollout.sampling.temperature=0.5", "trainer.router_replay=none")
-    config = load_config([*at_half, *own])
-    worker = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
-    prompt = build_task(config.task, seed=0).train_prompt(0)
+async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own, built):
+    worker, prompt, engine = built("rollout.sampling.temperature=0.5", *own)
     await worker.validate([(0, prompt)], number=1)
     await worker.roll(prompt, Admission(group=0, prompt=0, admitted_version=0, admitted_update=0), handout=0)
     asked = {(request.session.startswith("validation"), request.sampling.temperature) for request in engine.requests}
@@ -74,19 +81,12 @@ async def test_held_out_prompts_are_sampled_as_the_config_of_validation_says(own
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers
 @pytest.mark.parametrize("steps", [500, 0])
-async def test_a_failed_rollout_is_reported_as_text_if_rollouts_are_recorded(steps, tmp_path, monkeypatch):
-    save_initial_checkpoint(tmp_path, tokenizer=build_tokenizer(), seed=0, config=TinyModelConfig())
-
+async def test_a_failed_rollout_is_reported_as_text_if_rollouts_are_recorded(steps, built, monkeypatch):
     async def score(_self, _prompt, *, completion):
         raise KeyError("unit")
 
     monkeypatch.setattr(ExactAnswer, "score", score)
-    config = load_config(
-        ["trainer.router_replay=none", f"rollout.record.steps={steps}", "rollout.failure.max_retries=0"]
-    )
-    engine = FakeEngine(SCRIPT, routing=None)
-    worker = build_worker(config, name="worker-0", checkpoint=tmp_path, pool=ReplicaPool([engine]))
-    prompt = build_task(config.task, seed=0).train_prompt(7)
+    worker, prompt, _ = built(f"rollout.record.steps={steps}", "rollout.failure.max_retries=0")
     await worker.roll(prompt, Admission(group=3, prompt=7, admitted_version=0, admitted_update=0), handout=0)
     found = [event for event in await worker.events() if isinstance(event, FailedRollout)]
     assert bool(found) == bool(steps)
@@ -102,10 +102,8 @@ def workers(monkeypatch):
     """A worker that is blocked in user code and one that answers, by name."""
     monkeypatch.setattr(rpc.ray, "kill", FakeActor.kill)
     actors = {"worker-0": FakeActor(blocked=True), "worker-1": FakeActor(blocked=False)}
-    return {
-        name: (actor, WorkerClient(actor, name=name, timeout_s=FOR_EVER_S, stop_timeout_s=0.01))
-        for name, actor in actors.items()
-    }
+    limits = {"timeout_s": FOR_EVER_S, "stop_timeout_s": 0.01}
+    return {name: (actor, WorkerClient(actor, name=name, **limits)) for name, actor in actors.items()}
 
 
 async def test_blocked_worker_delays_a_stop_by_the_time_limit_of_a_stop(workers):
@@ -118,6 +116,14 @@ async def test_blocked_worker_delays_a_stop_by_the_time_limit_of_a_stop(workers)
             await worker.close(timeout_s=FOR_EVER_S)
     assert blocked.calls == ["flush", "pid"] and blocked.killed
     assert free.calls == ["flush", "end", "end", "pid"] and free.killed
+
+
+async def test_closing_a_blocked_worker_kills_it(workers):
+    blocked, handle = workers["worker-0"]
+    async with asyncio.timeout(30):
+        with pytest.raises(WorkerLostError, match="worker-0"):
+            await handle.close(timeout_s=FOR_EVER_S)
+    assert blocked.calls == ["end", "pid"] and blocked.killed
 
 
 @pytest.mark.parametrize("call", [Dispatcher.pause, Dispatcher.resume])
@@ -137,24 +143,6 @@ async def test_blocked_worker_delays_a_publish_no_longer_than_a_stop(first, call
         await dispatcher.end()
     assert blocked.calls == ["adopt", "flush"]
     assert [made for made in free.calls if made != "flush"] == ["adopt", "end"]
-
-
-@pytest.mark.parametrize("call", [RolloutWorker.end, RolloutWorker.flush])
-async def test_blocked_worker_fails_at_a_stop_and_is_killed_without_another_wait(workers, call):
-    blocked, handle = workers["worker-0"]
-    async with asyncio.timeout(30):
-        with pytest.raises(WorkerLostError, match="worker-0"):
-            await handle.call(call)
-        await handle.close(timeout_s=FOR_EVER_S)
-    assert blocked.calls == [call.__name__, "pid"] and blocked.killed
-
-
-async def test_closing_a_blocked_worker_kills_it(workers):
-    blocked, handle = workers["worker-0"]
-    async with asyncio.timeout(30):
-        with pytest.raises(WorkerLostError):
-            await handle.close(timeout_s=FOR_EVER_S)
-    assert blocked.calls == ["end", "pid"] and blocked.killed
 
 
 @pytest.mark.parametrize("answer", [None, ActorUnavailableError("connection refused", None)])

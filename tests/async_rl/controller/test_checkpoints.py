@@ -49,29 +49,32 @@ class Saver:
             raise OSError("disk full")
 
 
-async def test_the_state_of_a_checkpoint_reads_back(tmp_path):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    path = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
-    state = read_run_state(path)
-    assert state.version_updates == STATE.version_updates
-    assert state.queue == STATE.queue
-    assert (path / "trainer" / "saved").exists()
+def checkpoints_in(directory, *, keep=3):
+    return Checkpoints(directory, config=CheckpointConfig(keep=keep))
 
 
-async def test_a_checkpoint_appears_when_the_trainer_has_written_it(tmp_path):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
+async def saved(directory, state=STATE, *, trainer=None, records=None):
+    """Path of a checkpoint."""
+    parts = {"trainer": trainer or Saver(), "records": records or NoRecords()}
+    return await save_whole(checkpoints_in(directory), state, **parts)
+
+
+async def test_a_checkpoint_appears_when_the_trainer_has_written_it_and_its_state_reads_back(tmp_path):
+    checkpoints = checkpoints_in(tmp_path)
     await checkpoints.begin(4, trainer=(trainer := Saver()))
     assert checkpoints.latest() is None
-    assert await checkpoints.finish(STATE, trainer=trainer, records=NoRecords()) == checkpoints.latest()
+    path = await checkpoints.finish(STATE, trainer=trainer, records=NoRecords())
+    assert path == checkpoints.latest() and (path / "trainer" / "saved").exists()
+    state = read_run_state(path)
+    assert (state.version_updates, state.queue) == (STATE.version_updates, STATE.queue)
 
 
 @pytest.mark.parametrize("call", ["save", "saved"])
 async def test_a_save_that_fails_leaves_the_previous_checkpoint_the_latest(tmp_path, call):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    first = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
+    first = await saved(tmp_path)
     with pytest.raises(OSError):
-        await save_whole(checkpoints, RunState(train_step=5), trainer=Saver(call), records=NoRecords())
-    assert checkpoints.latest() == first
+        await saved(tmp_path, RunState(train_step=5), trainer=Saver(call))
+    assert checkpoints_in(tmp_path).latest() == first
     assert [p.name for p in tmp_path.iterdir()] == [first.name]
 
 
@@ -82,7 +85,7 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step
     assert len(runs) > 15
     seen = set()
     for run in runs:
-        checkpoints = Checkpoints(run, config=CheckpointConfig())
+        checkpoints = checkpoints_in(run)
         checkpoints.recover()
         names = {path.name for path in run.iterdir()}
         assert names <= {"step-000002", "step-000004", f"step-{step:06d}"}, run.name
@@ -93,13 +96,6 @@ def test_a_kill_at_any_touch_of_the_disk_leaves_whole_checkpoints(tmp_path, step
             assert held == {"model": word, "optimizer": word}, run.name
         seen.add((checkpoints.latest().name, read_run_state(checkpoints.latest()).param_version))
     assert seen == {("step-000004", 3), (f"step-{step:06d}", 5)}
-
-
-async def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig(keep=2))
-    for step in (2, 9, 10):
-        await save_whole(checkpoints, RunState(train_step=step), trainer=Saver(), records=NoRecords())
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000009", "step-000010"]
 
 
 class LosesAFile(NoRecords):
@@ -113,16 +109,14 @@ class LosesAFile(NoRecords):
 
 
 async def test_a_checkpoint_that_lost_a_file_before_it_appears_is_not_published(tmp_path):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
     with pytest.raises(FileNotFoundError, match="trainer/save"):
-        await save_whole(checkpoints, STATE, trainer=Saver(), records=LosesAFile(tmp_path))
-    assert checkpoints.latest() is None and not list(tmp_path.iterdir())
+        await saved(tmp_path, records=LosesAFile(tmp_path))
+    assert checkpoints_in(tmp_path).latest() is None and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_text("")], ids=["gone", "cut off"])
 async def test_a_checkpoint_without_a_file_is_refused_by_its_name(tmp_path, damage):
-    checkpoints = Checkpoints(tmp_path, config=CheckpointConfig())
-    path = await save_whole(checkpoints, STATE, trainer=Saver(), records=NoRecords())
+    path = await saved(tmp_path)
     damage(path / "trainer" / "saved")
     with pytest.raises(ValueError, match=r"lacks trainer/saved"):
         read_run_state(path)

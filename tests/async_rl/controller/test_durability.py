@@ -39,22 +39,15 @@ class Saver:
         publish_folder(self._directory)
 
 
-class Console:
+def quiet_console():
     """Keeps its notes."""
-
-    def __init__(self):
-        self.notes = []
-
-    def note(self, text, *, level=0):
-        self.notes.append(text)
-
-    def step(self, record): ...
-    def validation(self, train_step, result): ...
-    def close(self): ...
+    notes = []
+    silent = {name: lambda *_: None for name in ("step", "validation", "close")}
+    return SimpleNamespace(notes=notes, note=lambda text, *, level=0: notes.append(text), **silent)
 
 
 def recorder_in(directory, console=None):
-    return Recorder(directory, console=console or Console())
+    return Recorder(directory, console=console or quiet_console())
 
 
 def state_of(step):
@@ -155,7 +148,7 @@ def records(directory, name):
 
 def resumed(directory, **of):
     """Notes and ledger of a run that resumes after the last step."""
-    console = Console()
+    console = quiet_console()
     recorder = recorder_in(directory, console)
     recorder.resume_after(STEPS, **{"next_group": STEPS, "live": (), "trained": STEPS} | of)
     recorder.close()
@@ -212,7 +205,7 @@ async def test_a_resumed_run_looks_for_the_records_of_its_own_checkpoint(tmp_pat
 
     def notes_of(output_dir, *, resume):
         config = load_config([f"output_dir={output_dir}", f"resume={resume}", "trainer.router_replay=R3"])
-        console = Console()
+        console = quiet_console()
         with contextlib.closing(recorder_in(output_dir, console)) as recorder:
             Resume(config).truncate_records(restored, StoredContent(), recorder)
         return [note for note in console.notes if "lacks" in note]

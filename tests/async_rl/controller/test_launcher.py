@@ -16,20 +16,12 @@ class FakePlacement:
     """A placement of a run on one node. error: raised by its watch; None watches until it is cancelled."""
 
     def __init__(self, error=None, lacks=None, split=0):
-        self.error, self.lacks, self.split, self.watched = error, lacks, split, None
-        self.required = {}
+        self.error, self.watched, self.required = error, None, {}
+        self.shortage, self.split_groups = lambda: lacks, lambda size: split
 
-    def shortage(self):
-        return self.lacks
+    async def ready(self): ...
 
-    async def ready(self):
-        pass
-
-    def split_groups(self, size):
-        return self.split
-
-    def require_shared_memory(self):
-        pass
+    def require_shared_memory(self): ...
 
     async def require_visible(self, directory, *, field):
         assert directory.is_dir()
@@ -45,11 +37,16 @@ class FakePlacement:
         await asyncio.Event().wait()
 
 
-def program_of(tmp_path, monkeypatch, *, placement, run, overrides=()):
+async def finishes(*_args, **_options):
+    """A run that ends at once."""
+    return True
+
+
+def program_of(tmp_path, monkeypatch, *, placement=None, run=finishes, overrides=()):
     """A program whose processes are replaced by `run`."""
     monkeypatch.setattr(processes, "start_ray", lambda _config: None)
     monkeypatch.setattr(processes.ray, "shutdown", lambda: None)
-    monkeypatch.setattr(processes, "Placement", lambda *_args, **_options: placement)
+    monkeypatch.setattr(processes, "Placement", lambda *_args, **_options: placement or FakePlacement())
     monkeypatch.setattr(launcher, "read_run", lambda directory: SimpleNamespace())
     monkeypatch.setattr(launcher, "write_report", lambda runs, path: None)
     config = load_config([f"output_dir={tmp_path}", f"warm_start.cache={tmp_path}", *overrides])
@@ -89,25 +86,23 @@ async def test_the_watch_of_nodes_ends_with_the_run(finished, monkeypatch, tmp_p
     assert placement.watched.cancelled()
 
 
-async def test_a_shortage_of_the_cluster_is_shown_while_the_run_waits(monkeypatch, tmp_path):
-    async def run(*_args, **_options):
-        return True
-
-    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(lacks="the run needs 9 GPU"), run=run)
-    await made.run()
-    assert "the run needs 9 GPU" in (tmp_path / "logs" / "driver.log").read_text()
+GROUPS = "2 of 2 tensor, context or expert groups (2 trainer ranks each)"
 
 
-@pytest.mark.parametrize("split", [0, 2])
-async def test_groups_of_ranks_over_several_nodes_are_warned_about(split, monkeypatch, tmp_path):
-    async def run(*_args, **_options):
-        return True
-
+@pytest.mark.parametrize(
+    ("placement", "text", "is_told"),
+    [
+        (FakePlacement(lacks="the run needs 9 GPU"), "the run needs 9 GPU", True),
+        (FakePlacement(split=2), GROUPS, True),
+        (FakePlacement(), GROUPS, False),
+    ],
+)
+async def test_a_shortage_and_groups_of_ranks_over_several_nodes_are_shown(
+    placement, text, is_told, monkeypatch, tmp_path
+):
     layout = ("trainer.ranks=4", "trainer.parallel.tensor=2")
-    placed = FakePlacement(split=split)
-    await program_of(tmp_path, monkeypatch, placement=placed, run=run, overrides=layout).run()
-    told = (tmp_path / "logs" / "driver.log").read_text()
-    assert ("2 of 2 tensor, context or expert groups (2 trainer ranks each)" in told) is bool(split)
+    await program_of(tmp_path, monkeypatch, placement=placement, overrides=layout).run()
+    assert (text in (tmp_path / "logs" / "driver.log").read_text()) is is_told
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
@@ -130,16 +125,12 @@ async def test_versions_are_in_a_checked_folder_or_url_and_are_removed(scheme, m
 
 
 async def test_a_store_that_does_not_remove_versions_is_reported(monkeypatch, tmp_path):
-    async def run(*_args, **_options):
-        return True
-
     def refuse(directory):
         raise OSError(f"{directory} cannot be removed")
 
     monkeypatch.setattr(launcher, "remove_directory", refuse)
     given = ("sync.route=folder", f"sync.directory=file://{tmp_path}/weights")
-    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run, overrides=given)
-    assert await made.run()
+    assert await program_of(tmp_path, monkeypatch, overrides=given).run()
     assert "published versions stay (sync.directory)" in (tmp_path / "logs" / "driver.log").read_text()
 
 
@@ -149,9 +140,9 @@ def test_a_url_without_a_driver_is_refused_before_the_start(tmp_path):
         Launcher(load_config(given), resume_command="again")
 
 
-@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize(("finished", "records"), [(True, True), (False, True), (True, False)])
 async def test_rollouts_are_a_page_after_each_checkpoint_and_at_the_end_and_starts_are_recorded(
-    finished, monkeypatch, tmp_path
+    finished, records, monkeypatch, tmp_path
 ):
     written, once = [], asyncio.Event()
 
@@ -160,27 +151,16 @@ async def test_rollouts_are_a_page_after_each_checkpoint_and_at_the_end_and_star
         once.set()
 
     async def run(_processes, *, recorder, **_options):
-        (tmp_path / "rollouts").mkdir()
-        (tmp_path / "rollouts" / "step-000001.parquet").touch()
-        recorder.checkpointed.set()
-        await once.wait()
+        if records:
+            (tmp_path / "rollouts").mkdir()
+            (tmp_path / "rollouts" / "step-000001.parquet").touch()
+            recorder.checkpointed.set()
+            await once.wait()
         return finished
 
     monkeypatch.setattr(launcher, "write_rollouts_page", write)
-    made = program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run)
     async with asyncio.timeout(30):
-        assert await made.run() is finished
-    assert written == [tmp_path] * 2
+        assert await program_of(tmp_path, monkeypatch, run=run).run() is finished
+    assert written == [tmp_path] * 2 * records
     (start,) = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert start["command"] == "again" and start["train_step"] == 0 and start["async_rl"].startswith("0.1.0")
-
-
-async def test_a_run_without_recorded_rollouts_writes_no_page_of_them(monkeypatch, tmp_path):
-    async def run(*_args, **_options):
-        return True
-
-    async def write(*_args, **_options):
-        raise AssertionError
-
-    monkeypatch.setattr(launcher, "write_rollouts_page", write)
-    await program_of(tmp_path, monkeypatch, placement=FakePlacement(), run=run).run()

@@ -50,6 +50,19 @@ def trainers(monkeypatch):
     return started
 
 
+@pytest.fixture
+def replicas(monkeypatch):
+    """(config, other options) of the replicas that were started."""
+    started = []
+
+    async def start(config, **options):
+        started.append((config, options))
+        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
+
+    monkeypatch.setattr(processes.ReplicaClient, "start", start)
+    return started
+
+
 class FakePlacement:
     """Places by name; those in `full` have no node with room."""
 
@@ -101,11 +114,11 @@ async def test_a_trainer_removes_its_versions_at_the_end_of_a_run_only(trainers,
 @pytest.mark.parametrize(
     ("full", "error", "replace"),
     [
-        ("rank 0", TrainerLostError, lambda running: running.replace_trainer(FakeTrainer())),
-        ("queue", QueueUnavailable, lambda running: running.replace_trainer(FakeTrainer())),
+        ("rank 0", TrainerLostError, lambda run: run.replace_trainer(FakeTrainer())),
+        ("queue", QueueUnavailable, lambda run: run.replace_trainer(FakeTrainer())),
         ("replica 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
         ("replica 1 node 1", EngineError, lambda run: run.replace_replica(FakeTrainer(), slot=1, name="replica-2")),
-        ("worker 1", WorkerLostError, lambda running: running.start_worker(slot=1, name="worker-2", pool=None)),
+        ("worker 1", WorkerLostError, lambda run: run.start_worker(slot=1, name="worker-2", pool=None)),
     ],
 )
 async def test_a_part_without_a_node_that_has_room_is_not_started(full, error, replace, trainers, tmp_path):
@@ -127,35 +140,17 @@ async def test_a_trainer_publishes_changes_if_asked_to_and_each_node_has_a_store
         assert processes_of(tmp_path, stack, placement=FakePlacement())._store is None
 
 
-async def test_a_replica_starts_on_all_nodes_of_its_place(monkeypatch, tmp_path):
-    started = []
-
-    async def start(config, **options):
-        started.append(options["places"])
-        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
-
-    monkeypatch.setattr(processes.ReplicaClient, "start", start)
-    async with contextlib.AsyncExitStack() as stack:
-        await processes_of(tmp_path, stack, placement=FakePlacement())._start_replica(slot=1, name="replica-2")
-    assert started == [["replica 1", "replica 1 node 1"]]
-
-
 @pytest.mark.parametrize("mode", ["at_once", "staged"])
-async def test_a_replica_that_stages_knows_the_size_of_its_twin(mode, monkeypatch, tmp_path):
-    started = []
-
-    async def start(config, **_):
-        started.append(config.engine)
-        return SimpleNamespace(pid=lambda **_: asyncio.sleep(0, 7), close=lambda **_: asyncio.sleep(0))
-
-    monkeypatch.setattr(processes.ReplicaClient, "start", start)
+async def test_a_replica_starts_on_all_nodes_of_its_place_and_knows_the_size_of_its_twin(mode, replicas, tmp_path):
     folder = tiny_models.save_checkpoint(tiny_models.qwen3_moe_config(), tmp_path / "model", seed=0)
     async with contextlib.AsyncExitStack() as stack:
         running = processes_of(tmp_path, stack, placement=FakePlacement(), overrides=[f"sync.mode={mode}"])
         running._checkpoint = folder
-        await running._start_replica(slot=0, name="replica-0")
+        await running._start_replica(slot=1, name="replica-2")
+    ((config, options),) = replicas
+    assert options["places"] == ["replica 1", "replica 1 node 1"]
     values = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
-    assert started[0].twin_bytes == (4 * values if mode == "staged" else 0)
+    assert config.engine.twin_bytes == (4 * values if mode == "staged" else 0)
 
 
 async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(monkeypatch, tmp_path):
@@ -166,10 +161,8 @@ async def test_workers_end_first_and_then_trainer_and_replicas_at_the_same_time(
             ended.append(name)
             await ends_with.wait()
 
-        async def start(*_, **__):
-            pass
-
-        return SimpleNamespace(name=name, pid=lambda **_: asyncio.sleep(0, 7), pids=[7], start=start, close=close)
+        calls = {"start": lambda *_, **__: asyncio.sleep(0), "pid": lambda **_: asyncio.sleep(0, 7), "close": close}
+        return SimpleNamespace(name=name, pids=[7], **calls)
 
     async def start_engine(config, *, name="trainer", **options):
         return part(name, ends_with=all_engines)
@@ -264,23 +257,15 @@ async def test_a_restart_of_the_trainer_that_fails_counts_as_one(first, error, f
             raise error
         return "second"
 
-    async def resume():
-        pass
-
-    run_parts = SimpleNamespace(
-        recorder=SimpleNamespace(warn=notes.append),
-        publisher=SimpleNamespace(resume=resume),
-        replace_trainer=replace_trainer,
-    )
+    publisher = SimpleNamespace(resume=lambda: asyncio.sleep(0))
+    recorder = SimpleNamespace(warn=notes.append)
+    run_parts = SimpleNamespace(recorder=recorder, publisher=publisher, replace_trainer=replace_trainer)
     recovery = RecoveryLoop(load_config([f"output_dir={tmp_path}"]), run_parts, order=None, resume=None)
     monkeypatch.setattr(recovery, "_run_once", run_once)
-    if failures < SupervisionConfig().max_restarts:
+    is_restarted = failures < SupervisionConfig().max_restarts
+    with contextlib.nullcontext() if is_restarted else pytest.raises(type(error), match="room"):
         assert await recovery.run("first")
-        assert trained_by == ["first", "second"]
-    else:
-        with pytest.raises(type(error), match="room"):
-            await recovery.run("first")
-        assert trained_by == ["first"]
+    assert trained_by == ["first", "second"][: 1 + is_restarted]
     tries = min(failures + 1, SupervisionConfig().max_restarts)
     assert replaced == ["first"] * tries
     assert [note.partition(";")[0] for note in notes[1:]] == [str(error)] * (tries - 1)
@@ -298,12 +283,7 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
 
     monkeypatch.setattr(processes.TrainerClient, "start", start)
     monkeypatch.setattr(processes.ReplicaClient, "start", start)
-    console = SimpleNamespace(
-        note=lambda text, level=0: notes.append(text), phase=lambda process, text: notes.append(text)
-    )
-    (tmp_path / "logs").mkdir()
-    for name in ("trainer-0", "replica-0"):
-        (tmp_path / "logs" / f"{name}.log").touch()
+    console = SimpleNamespace(note=lambda *_, **__: None, phase=lambda process, text: notes.append(text))
     ready = set()
     for trains in (True, True, False):
         async with contextlib.AsyncExitStack() as stack:
@@ -321,3 +301,14 @@ async def test_trainer_and_replicas_start_on_the_plain_copy_of_a_quantized_check
     assert given == [folder] * 5 and folder.parent == tmp_path / "cache"
     assert not is_quantized(folder) and (folder / "model.safetensors").is_file()
     assert sum("dequantizing" in text for text in notes) == 1  # the later starts reuse it
+
+
+def test_a_process_without_a_log_is_reported(tmp_path):
+    notes = []
+    console = SimpleNamespace(note=lambda text, *, level: notes.append(text))
+    running = processes_of(tmp_path, contextlib.AsyncExitStack(), placement=None, console=console)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "queue.log").touch()
+    running._name({"queue": 1, "replica-0": 2})
+    (note,) = notes
+    assert "replica-0" in note and str(tmp_path / "logs" / "replica-0.log") in note

@@ -155,12 +155,11 @@ def test_a_run_that_resumes_from_a_checkpoint_of_another_run_names_it_as_its_sou
 
 def test_two_runs_of_equal_paths_on_two_hosts_have_weights_of_their_own(tmp_path):
     """The second host has another disk below the same path, and the same sync.directory."""
+    given = [f"output_dir={tmp_path / 'run'}", "sync.route=folder", "sync.directory=file:///shared"]
     names = []
-    for _ in range(2):
+    for host in ("a", "b"):
         with owned(tmp_path / "run"):
             (tmp_path / "run" / "config.yaml").touch()
-            given = [f"output_dir={tmp_path / 'run'}", "sync.route=folder", "sync.directory=file:///shared"]
-            names.append(Launcher(load_config(given), resume_command="again")._weights_directory)
-            names.append(Launcher(load_config(given), resume_command="again")._weights_directory)
-        (tmp_path / "run").rename(tmp_path / f"host-{len(names)}")
+            names += [Launcher(load_config(given), resume_command="again")._weights_directory for _ in range(2)]
+        (tmp_path / "run").rename(tmp_path / host)
     assert names[0] == names[1] != names[2] == names[3]

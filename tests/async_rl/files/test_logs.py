@@ -1,15 +1,11 @@
 """Logs of processes: their place, their content after a kill, and the text of their end."""
 
-import contextlib
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from async_rl.config import load_config
-from async_rl.controller.processes import Processes
 from async_rl.files.logs import TAIL_LINES, log_end, notes_of, with_notes
 
 SCRIPT = """
@@ -30,19 +26,15 @@ def run(script, log):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_open_log_appends_the_output_of_a_process_and_its_children(tmp_path):
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"], ids=["ends", "killed"])
+def test_open_log_appends_all_output_of_a_process_and_its_children(tmp_path, end):
     log = tmp_path / "one.log"
     log.write_text("of a run before\n")
-    done = run(SCRIPT, log)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "before\n", "")
+    done = run(f"{SCRIPT}\n{end}", log)
+    assert (done.returncode, done.stdout, done.stderr) == (-9 if end else 0, "before\n", "")
     first, header, *rest = log.read_text().splitlines()
     assert first == "of a run before" and header.startswith("--- process ")
     assert rest == ["printed", "wrong", "of a child"]
-
-
-def test_open_log_keeps_all_output_of_a_killed_process(tmp_path):
-    run(f"{SCRIPT}\nos.kill(os.getpid(), signal.SIGKILL)", tmp_path / "one.log")
-    assert (tmp_path / "one.log").read_text().splitlines()[1:] == ["printed", "wrong", "of a child"]
 
 
 def test_open_log_that_fails_reports_the_path_and_changes_nothing(tmp_path):
@@ -75,21 +67,3 @@ def test_with_notes_puts_notes_below_the_text():
     assert (with_notes(error), notes_of(error)) == ("it died", ())
     error.add_note("the end of x:\n    y")
     assert with_notes(error) == "it died\nthe end of x:\n    y"
-
-
-def test_processes_report_a_process_without_a_log(tmp_path):
-    notes = []
-    workers = Processes(
-        load_config([]),
-        task=None,
-        placement=None,
-        stack=contextlib.AsyncExitStack(),
-        weights_directory=tmp_path,
-        directory=tmp_path,
-        console=SimpleNamespace(note=lambda text, *, level: notes.append(text)),
-    )
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "queue.log").touch()
-    workers._name({"queue": 1, "replica-0": 2})
-    (note,) = notes
-    assert "replica-0" in note and str(tmp_path / "logs" / "replica-0.log") in note

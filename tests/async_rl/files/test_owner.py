@@ -4,13 +4,14 @@ import contextlib
 import errno
 import fcntl
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -65,17 +66,12 @@ def test_the_lock_of_a_killed_owner_is_free_though_its_children_live(tmp_path):
             assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
 
 
-def test_the_owner_itself_is_no_other_owner(tmp_path):
-    with owned(tmp_path):
-        assert living_owner(tmp_path) is None
-    assert living_owner(tmp_path) is None
-    assert living_owner(tmp_path / "absent") is None
-
-
 def test_an_identity_stays_over_starts_and_differs_between_directories(tmp_path):
     seen = []
     for name in ("a", "b", "a"):
+        assert living_owner(tmp_path / name) is None, "before, between and after"
         with owned(tmp_path / name):
+            assert living_owner(tmp_path / name) is None, "the owner itself is no other one"
             (tmp_path / name / "metrics.jsonl").touch()
             seen.append(identity(tmp_path / name))
     assert seen[0] == seen[2] != seen[1]
@@ -113,12 +109,12 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, number):
     assert os.strerror(number) in str(refused.value) and "flock" in str(refused.value)
 
 
-def own_once(directory, turns):
-    """Own the directory for a moment; False if another process did."""
+def own_once(directory, event):
+    """Own the directory for a moment."""
     try:
-        with owned(directory / "run"):
+        with owned(directory):
             with (directory / "inside").open("x"):
-                turns.wait(1)  # so that others try meanwhile
+                event.wait(0.05)  # so that others try meanwhile
             (directory / "inside").unlink()
     except FileExistsError:
         return "two at once"
@@ -128,10 +124,8 @@ def own_once(directory, turns):
 
 
 def test_of_many_starts_at_once_one_owns_the_directory(tmp_path):
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        event = manager.Event()
-        with multiprocessing.get_context("spawn").Pool(4) as pool:
-            outcomes = pool.starmap(own_once, [(tmp_path, event)] * 8)
+    with ThreadPoolExecutor(4) as pool:  # a lock is of an open file, not of a process
+        outcomes = set(pool.map(own_once, [tmp_path / "run"] * 8, [threading.Event()] * 8))
     assert "two at once" not in outcomes and "owned" in outcomes
 
 

@@ -51,14 +51,10 @@ class Replica(InProcess):
         return Source(f"{self.name}:1", (0, 1))
 
 
-def deliveries(pool):
-    return Deliveries(pool, timeout_s=0.2)
-
-
 async def deliver(*replicas):
     """Pool after a delivery to all."""
     pool = ReplicaPool(replicas)
-    await deliveries(pool).deliver(UPDATE, list(pool.live))
+    await Deliveries(pool, timeout_s=0.2).deliver(UPDATE, list(pool.live))
     return pool
 
 
@@ -76,13 +72,25 @@ async def test_one_replica_of_each_node_takes_a_seat():
     assert len(replicas[2].seats) == 1 and len(pool.live) == 3
 
 
-@pytest.mark.parametrize("how", ["die", "hang"])
-async def test_nodes_that_failed_with_a_lost_replica_form_a_new_group_without_it(how):
-    lost, other = Replica("lost", "a", how), Replica("other", "b", "fail")
-    pool = await deliver(lost, other)
-    assert names(pool) == ["other"]
-    first, second = other.seats
-    assert (first.size, second.size) == (2, 1) and first.delivery != second.delivery
+@pytest.mark.parametrize(
+    ("replicas", "left", "seats"),
+    [
+        ([("lost", "a", "die"), ("other", "b", "fail")], ["other"], [1, 2]),
+        ([("lost", "a", "hang"), ("other", "b", "fail")], ["other"], [1, 2]),
+        ([("r0", "a"), ("r1", "a", "die")], ["r0"], [1, 1]),
+        ([("broken", "a", "fail", "fail", "fail"), ("good", "b")], ["good"], [3, 1]),
+        ([("r0", "a", "die")], [], [1]),
+    ],
+    ids=["a node dies", "a node hangs", "another one of the node", "a node that cannot receive", "no node is left"],
+)
+async def test_nodes_that_failed_form_a_new_group_without_lost_replicas(replicas, left, seats):
+    replicas = [Replica(*each) for each in replicas]
+    pool = await deliver(*replicas)
+    assert names(pool) == left and [len(replica.seats) for replica in replicas] == seats
+    for replica in replicas:
+        assert len({seat.delivery for seat in replica.seats}) == len(replica.seats)
+        assert [seat.size for seat in replica.seats[1:]] == [1] * (len(replica.seats) - 1)
+    assert pool.lost.get("broken", "") in ("", "broken: bucket 1 did not come from trainer:1")
 
 
 async def test_a_lost_replica_ends_the_delivery_for_the_nodes_that_wait_for_it(tmp_path):
@@ -95,49 +103,32 @@ async def test_a_lost_replica_ends_the_delivery_for_the_nodes_that_wait_for_it(t
     assert names(pool) == ["other"] and [seat.size for seat in other.seats] == [2, 1]
 
 
-async def test_another_replica_of_the_node_takes_the_place_of_a_lost_one():
-    first, second = Replica("r0", "a"), Replica("r1", "a", "die")
-    pool = await deliver(first, second)
-    assert names(pool) == ["r0"] and len(first.seats) == 1
-
-
-async def test_a_node_that_cannot_receive_is_lost_and_the_others_keep_the_version():
-    broken, good = Replica("broken", "a", "fail", "fail", "fail"), Replica("good", "b")
-    pool = await deliver(broken, good)
-    assert names(pool) == ["good"] and len(good.seats) == 1
-    assert pool.lost == {"broken": "broken: bucket 1 did not come from trainer:1"}
-
-
 async def test_a_version_that_reaches_no_node_is_an_error_of_the_trainer_and_no_replica_is_lost():
     replicas = [Replica(f"r{i}", f"node-{i}", "fail", "fail") for i in range(2)]
     pool = ReplicaPool(replicas)
     with pytest.raises(DeliveryError, match="bucket 1 did not come from trainer:1"):
-        await deliveries(pool).deliver(UPDATE, list(pool.live))
+        await Deliveries(pool, timeout_s=0.2).deliver(UPDATE, list(pool.live))
     assert names(pool) == ["r0", "r1"]
 
 
-async def test_no_node_receives_after_all_replicas_are_lost():
-    pool = await deliver(Replica("r0", "a", "die"))
-    assert names(pool) == []
-
-
-async def test_a_late_replica_receives_from_another_one():
-    late = Replica("late", "c")
-    pool = ReplicaPool([Replica("r0", "a", has=False), Replica("r1", "b")])
-    await deliveries(pool).bring_to(late, UPDATE)
-    [seat] = late.seats
-    assert (seat.index, seat.size, seat.sources) == (0, 1, (Source("r1:1", (0, 1)),))
-
-
-@pytest.mark.parametrize("has", [True, False])
-async def test_a_late_replica_receives_from_the_trainer_if_no_other_can_send(has):
-    late = Replica("late", "c", *["fail"] * has)
-    pool = ReplicaPool([Replica("r0", "a", has=has)])
-    await deliveries(pool).bring_to(late, UPDATE)
-    assert late.seats[-1].sources == TRAINER
+@pytest.mark.parametrize(
+    ("others", "outcomes", "sources"),
+    [
+        ([("r0", "a", False), ("r1", "b", True)], [], (Source("r1:1", (0, 1)),)),
+        ([("r0", "a", True)], ["fail"], TRAINER),
+        ([("r0", "a", False)], [], TRAINER),
+    ],
+    ids=["from another one", "after another one failed", "if no other one can send"],
+)
+async def test_a_late_replica_receives_from_another_one_or_else_from_the_trainer(others, outcomes, sources):
+    late = Replica("late", "c", *outcomes)
+    pool = ReplicaPool([Replica(name, node, has=has) for name, node, has in others])
+    await Deliveries(pool, timeout_s=0.2).bring_to(late, UPDATE)
+    assert len(late.seats) == 1 + len(outcomes)
+    assert (late.seats[-1].index, late.seats[-1].size, late.seats[-1].sources) == (0, 1, sources)
 
 
 async def test_a_late_replica_that_nobody_can_send_to_gets_the_error():
     pool = ReplicaPool([Replica("r0", "a", has=False)])
     with pytest.raises(DeliveryError):
-        await deliveries(pool).bring_to(Replica("late", "c", "fail"), UPDATE)
+        await Deliveries(pool, timeout_s=0.2).bring_to(Replica("late", "c", "fail"), UPDATE)

@@ -1,6 +1,7 @@
 """Nodes of a replica: their ports, environment and arguments, and the end of their processes."""
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -28,71 +29,51 @@ child.wait()
 """
 
 
-@pytest.fixture
-def group():
-    """A process with its own group, and its child in that group."""
-    process = subprocess.Popen([sys.executable, "-c", GROUP], stdout=subprocess.PIPE, start_new_session=True)
+@pytest.fixture(params=[True])
+def group(request):
+    """A process, with its own group or in the group of this one, and its child in that group."""
+    command = [sys.executable, "-c", GROUP]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=request.param)
     assert process.stdout is not None
     child = psutil.Process(int(process.stdout.readline()))
     yield process, child
+    with contextlib.suppress(psutil.NoSuchProcess):
+        child.kill()
     process.stdout.close()
     process.wait()
 
 
-def ended(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
 async def until_ended(process):
     async with asyncio.timeout(10):
-        while not ended(process):  # noqa: ASYNC110 - it is no child of this process
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:  # noqa: ASYNC110 - no child of this one
             await asyncio.sleep(0.01)
 
 
-async def test_node_process_takes_its_group_along_and_reports_the_exit_code(group):
+async def test_node_process_takes_its_group_along_and_tells_of_its_death_before_anyone_who_waits(group):
     process, child = group
-    watched = NodeProcess(process.pid, wait=process.wait)
+    watched, told = NodeProcess(process.pid, wait=process.wait), []
+    watched.watch(told.append)
     report = asyncio.create_task(watched.until_dead())
     await asyncio.sleep(0)
     assert not report.done()
     process.kill()
-    assert await report == f"engine process {process.pid} died, exit code -9"
+    assert told == [await report] == [watched.death] == [f"engine process {process.pid} died, exit code -9"]
     await until_ended(child)
-    await watched.stop()  # has no effect
-
-
-async def test_node_process_tells_of_its_death_before_anyone_who_waits_but_not_of_a_stop(group):
-    process, _ = group
-    watched, told = NodeProcess(process.pid, wait=process.wait), []
-    watched.watch(told.append)
-    process.kill()
-    assert told == [await watched.until_dead()] == [watched.death]
     watched.watch(told.append)
     assert len(told) == 2, "of a process that is dead, at once"
     await watched.stop()
-    assert len(told) == 2
+    assert len(told) == 2, "of a stop"
 
 
-async def test_node_process_stops_with_its_group(group):
+@pytest.mark.parametrize("group", [True, False], indirect=True)
+async def test_node_process_stops_with_its_group_and_before_it_has_made_one(group):
     process, child = group
-    await NodeProcess(process.pid, wait=process.wait).stop()
-    assert process.returncode == -9
-    await until_ended(child)
-
-
-@pytest.fixture
-def alone():
-    """A process in the group of this one."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-    yield process
-    process.kill()
-    process.wait()
-
-
-async def test_node_process_stops_before_it_has_made_its_group(alone):
+    own_group = os.getpgid(process.pid) == process.pid
     async with asyncio.timeout(10):
-        await NodeProcess(alone.pid, wait=alone.wait).stop()
-    assert alone.returncode == -9
+        await NodeProcess(process.pid, wait=process.wait).stop()
+    assert process.returncode == -9
+    if own_group:
+        await until_ended(child)
 
 
 def test_reserved_ports_are_successive_and_taken_until_the_engine_listens():

@@ -12,22 +12,8 @@ from message_queue.tokens import WeightVersion
 SEVEN = WeightVersion(7, "d7")
 
 
-def make_state(replicas="abc", **options):
-    return PublishState(SEVEN, replicas, **options)
-
-
-def test_no_replica_is_paused_before_each_has_the_version_or_is_fenced():
-    state = make_state(max_paused=1)
-    state.staged("a")
-    state.staged("b")
-    assert state.next_loads() == []
-    state.fence("c")
-    assert state.next_loads() == ["a"]
-    assert state.next_loads() == []
-    state.loaded("a")
-    assert state.next_loads() == ["b"]
-    state.loaded("b")
-    assert [state.phase(replica) for replica in "abc"] == [Phase.SERVING, Phase.SERVING, Phase.FENCED]
+def make_state():
+    return PublishState(SEVEN, "abc")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The life cycle of a replica over a backend without an engine."""
 
 import asyncio
-import dataclasses
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,8 @@ from async_rl.weights.group import UNDELIVERED
 from async_rl.weights.live import LiveWeights
 from async_rl.weights.transport import Direct, Seat, Source, UpdateError, WeightUpdate
 from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
-from message_queue.tokens import StopReason, TokenOutput, WeightVersion
+from message_queue.tokens import StopReason, WeightVersion
+from tests.helpers.groups import segment
 
 CONFIG = VllmConfig(device="cpu", load_timeout_s=5)
 FIRST, SECOND = WeightVersion(0, "a"), WeightVersion(1, "b")
@@ -45,16 +46,8 @@ class ScriptedBackend:
         await self.go.wait()
         if self.fault:
             raise self.fault
-        return [
-            TokenOutput(
-                token_ids=np.zeros(1, np.int32),
-                logprobs=np.zeros(1, np.float32),
-                routed_experts=None,
-                weights=loaded.current,
-                stop_reason=StopReason.ABORT if inflight.abort_requested else StopReason.LENGTH,
-                replica="r",
-            )
-        ]
+        reason = StopReason.ABORT if inflight.abort_requested else StopReason.LENGTH
+        return [replace(segment(1, stop_reason=reason), weights=loaded.current)]
 
     async def abort(self, requests):
         self.go.set()
@@ -92,7 +85,7 @@ class ScriptedBackend:
 
 def started(**changes):
     live = LiveWeights(published={}, ranks=[{"w": (FIRST.digest, [])}])
-    config = dataclasses.replace(CONFIG, **changes)
+    config = replace(CONFIG, **changes)
     return EngineReplica(ScriptedBackend(), config=config, name="r", weights=FIRST, live=live)
 
 
@@ -106,22 +99,28 @@ async def in_flight(replica):
     return task
 
 
-@pytest.mark.parametrize("failure", ["digest", "engine", "client"])
-async def test_failed_load_labels_tokens_as_unknown_and_keeps_the_gate_closed(failure):
-    replica = started()
+@pytest.mark.parametrize(
+    ("failure", "named"),
+    [
+        ({"loads": "other"}, "other"),
+        ({"fault": EngineError("no memory")}, "no memory"),
+        ({"fault": OSError("no connection")}, "converted"),
+        ({"hangs": True}, r"engine\.load_timeout_s"),
+    ],
+    ids=["digest", "engine", "client", "time"],
+)
+async def test_failed_load_labels_tokens_as_unknown_and_keeps_the_gate_closed(failure, named):
+    replica = started(load_timeout_s=0.01 if "hangs" in failure else 5)
     before = await replica.checksum()
     await replica.pause()
-    if failure == "digest":
-        replica.backend.loads = "other"
-    else:
-        replica.backend.fault = EngineError("no memory") if failure == "engine" else OSError("no connection")
-    with pytest.raises(EngineError):
+    vars(replica.backend).update(failure)
+    with pytest.raises(EngineError, match=named):
         await replica.load(UPDATE)
     assert replica.backend.calls == [UNKNOWN_LABEL]
     with pytest.raises(EngineError):
         await replica.resume()
     assert replica.weights == FIRST and await replica.checksum() == before
-    replica.backend.loads, replica.backend.fault = SECOND.digest, None
+    vars(replica.backend).update(loads=SECOND.digest, fault=None, hangs=False)
     assert await replica.load(UPDATE) == replica.weights == SECOND
     await replica.resume()
     assert replica.backend.calls == [UNKNOWN_LABEL, weight_label(SECOND), "resume"]
@@ -156,9 +155,9 @@ class OtherNode:
         self.closed = True
 
 
-def over_nodes(*others):
+def over_nodes(*others, **changes):
     """A replica with other nodes, whose own one brings versions."""
-    replica = started()
+    replica = started(**changes)
     replica.store, replica.followers = Store(), others
     replica.store.let_go.set()
     return replica
@@ -184,37 +183,42 @@ class Store:
         return Path("here") / folder.name
 
 
+DAMAGED = UpdateError("bucket-00003 is damaged")
+
+
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("here", "there", "sources", "said"),
     [
-        (None, r"r: version 1: bucket 3 of weights-2 did not come within engine\.load_timeout_s=0\.01"),
-        (UpdateError("bucket-00003 is damaged"), "r: version 1 did not come: bucket-00003 is damaged"),
-        (OSError("no space left"), "r: version 1 did not come: no space left"),
+        ("hangs", None, (), r"r: version 1: bucket 3 of weights-2 did not come within engine\.load_timeout_s=0\.01"),
+        (DAMAGED, None, (), "r: version 1 did not come: bucket-00003 is damaged"),
+        (OSError("no space left"), None, (), "r: version 1 did not come: no space left"),
+        (None, DAMAGED, (), "r: version 1 did not come: bucket-00003 is damaged"),
+        (None, DAMAGED, (SOURCE,), "r: version 1 did not come: bucket-00003 is damaged"),
     ],
-    ids=["hangs", "damaged", "disk"],
 )
-async def test_version_that_does_not_come_loses_the_replica_and_names_the_bucket(error, said):
-    replica = started(load_timeout_s=0.01 if error is None else 60)
-    replica.store = store = Store(error)
+async def test_version_that_does_not_come_loses_the_replica_and_names_the_bucket(here, there, sources, said):
+    replica = over_nodes(OtherNode(), OtherNode(there), load_timeout_s=0.01 if here == "hangs" else 60)
+    if here == "hangs":
+        replica.store.let_go.clear()
+    else:
+        replica.store.error = here
     try:
         with pytest.raises(ReplicaLostError, match=said):
-            await replica.fetch(UPDATE)
+            await replica.fetch(replace(UPDATE, sources=sources))
     finally:
-        store.let_go.set()
+        replica.store.let_go.set()
     assert replica.weights == FIRST
 
 
-async def test_nodes_of_a_replica_fetch_a_version_from_a_folder_each():
+async def test_nodes_of_a_replica_read_a_folder_each_and_get_a_broadcast_version_from_the_first_alone():
     replica = over_nodes(first := OtherNode(), second := OtherNode())
     await replica.fetch(UPDATE)
-    assert replica.store.brought == first.seats == second.seats == [None]
-
-
-async def test_nodes_of_a_replica_get_a_broadcast_version_from_the_first_alone():
-    replica = over_nodes(first := OtherNode(), second := OtherNode())
+    assert [replica.store.brought.pop(), first.seats.pop(), second.seats.pop()] == [None] * 3, (
+        "a folder is read by each"
+    )
     trainer = Source("trainer:5", (0, 1))
     seat = Seat(delivery="d", index=1, size=2, sources=(trainer,), backend="nccl", timeout_s=1.0)
-    update = dataclasses.replace(UPDATE, sources=(trainer,))
+    update = replace(UPDATE, sources=(trainer,))
     await replica.fetch(update, seat)
     assert replica.store.brought == [seat] and not first.seats, "the delivery has a seat for the first one"
     await replica.fetch(update)
@@ -222,13 +226,6 @@ async def test_nodes_of_a_replica_get_a_broadcast_version_from_the_first_alone()
     (one,), (other,) = first.seats, second.seats
     assert one.sources == other.sources == (SOURCE,)
     assert one.delivery != other.delivery and (one.size, one.index) == (other.size, other.index) == (1, 0)
-
-
-@pytest.mark.parametrize("sources", [(), (SOURCE,)], ids=["folder", "broadcast"])
-async def test_node_without_a_version_loses_the_replica(sources):
-    replica = over_nodes(OtherNode(), OtherNode(UpdateError("node 2: bucket-00003 is damaged")))
-    with pytest.raises(ReplicaLostError, match="r: version 1 did not come: node 2: bucket-00003 is damaged"):
-        await replica.fetch(dataclasses.replace(UPDATE, sources=sources))
 
 
 async def test_replica_fails_with_a_node_and_closes_all():
@@ -266,31 +263,26 @@ async def test_death_of_another_node_is_the_reason_when_the_own_engine_dies_with
         await task
 
 
-async def test_death_of_the_own_engine_alone_is_the_reason_after_a_moment(monkeypatch):
-    monkeypatch.setattr(gate, "NODE_NOTICE_S", 0.01)
+@pytest.mark.parametrize(
+    ("error", "death", "notice_s"),
+    [
+        (EngineError("refused"), "", 0.0),
+        (ReplicaLostError("dead"), "", 0.1),
+        (EngineError("no connection"), "engine process 5 died", 0.1),
+    ],
+)
+async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error, death, notice_s):
+    monkeypatch.setattr(gate, "NODE_NOTICE_S", notice_s or 30.0)
     replica = over_nodes(OtherNode())
     task = await in_flight(replica)
-    replica.backend.die("engine process 5 died")
-    with pytest.raises(ReplicaLostError, match="r: engine process 5 died"):
-        await task
-    alone = started()
-    alone.backend.die("engine process 6 died")
-    with pytest.raises(ReplicaLostError, match="engine process 6 died"):
-        await alone.pause()
-
-
-@pytest.mark.parametrize(
-    ("error", "notice_s", "waits"), [(EngineError("refused"), 30.0, False), (ReplicaLostError("dead"), 0.2, True)]
-)
-async def test_only_a_death_waits_for_reports_of_other_nodes(monkeypatch, error, notice_s, waits):
-    monkeypatch.setattr(gate, "NODE_NOTICE_S", notice_s)
-    replica = over_nodes(OtherNode())
+    start = asyncio.get_running_loop().time()
+    if death:
+        replica.backend.die(death)
     replica.backend.fault = error
     replica.backend.go.set()
-    start = asyncio.get_running_loop().time()
-    with pytest.raises(type(error), match=str(error)):
-        await replica.generate(ask())
-    assert (asyncio.get_running_loop().time() - start >= notice_s) == waits
+    with pytest.raises(ReplicaLostError if notice_s else EngineError, match=death or str(error)):
+        await task
+    assert notice_s <= asyncio.get_running_loop().time() - start < 10
 
 
 async def test_engine_reads_the_version_that_the_node_has():
@@ -306,7 +298,7 @@ async def test_engine_reads_the_version_that_the_node_has():
 async def test_a_bucket_that_did_not_come_is_no_fault_of_the_engine_and_the_next_load_resumes(call):
     """`test_direct` has the errors of the ranks."""
     replica = started()
-    update = dataclasses.replace(UPDATE, direct=Direct((SOURCE,), "gloo"))
+    update = replace(UPDATE, direct=Direct((SOURCE,), "gloo"))
     error = ContractError if call == "check" else EngineError
     fault = error(f"rank 0: RuntimeError: bucket 1 of weights-2 {UNDELIVERED} trainer:5: closed")
     await replica.pause()
@@ -327,7 +319,7 @@ async def test_refused_update_leaves_the_weights_verified():
     replica = started()
     await replica.pause()
     replica.backend.refused = ContractError("lacks tensors")
-    with pytest.raises(EngineError):
+    with pytest.raises(EngineError, match="lacks tensors"):
         await replica.load(UPDATE)
     await replica.resume()
     assert replica.backend.calls == ["resume"]
@@ -364,42 +356,28 @@ async def test_generate_raises_answer_error_for_a_bad_answer_alone(where, error,
     assert (await replica.stats()).in_flight == 0
 
 
-async def test_death_of_the_engine_ends_every_call_with_its_reason():
+@pytest.mark.parametrize("error", [None, EngineError("connection")])
+async def test_death_of_the_engine_ends_every_call_with_its_reason(error):
     replica = started()
     running = await in_flight(replica)
     await replica.pause()
     waiting = asyncio.create_task(replica.generate(ask("b")))
     draining = asyncio.create_task(replica.drain())
     await asyncio.sleep(0)
+    if error is not None:
+        replica.backend.fault = error
+        replica.backend.go.set()
     replica.backend.die("process 7 died")
     for call in (running, waiting, draining, replica.abort(), replica.load(UPDATE), replica.resume()):
         with pytest.raises(ReplicaLostError, match="process 7"):
             await call
 
 
-async def test_error_of_a_dead_engine_is_replica_lost_error():
-    replica = started()
-    running = await in_flight(replica)
-    replica.backend.fault = EngineError("connection")
-    replica.backend.go.set()
-    replica.backend.die("process 7 died")
-    with pytest.raises(ReplicaLostError):
-        await running
-
-
-async def test_load_that_takes_too_long_names_the_bound():
-    replica = started(load_timeout_s=0.01)
-    replica.backend.hangs = True
-    await replica.pause()
-    with pytest.raises(EngineError, match=r"engine\.load_timeout_s"):
-        await replica.load(UPDATE)
-
-
 async def test_close_stops_the_engine_once():
     replica = started()
     running = await in_flight(replica)
-    await replica.close()
-    await replica.close()
+    for _ in range(2):
+        await replica.close()
     assert replica.backend.calls == ["close"]
     with pytest.raises(ReplicaLostError):
         await running

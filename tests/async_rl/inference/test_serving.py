@@ -1,6 +1,7 @@
 """Refusals that all engines share, before any process starts."""
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -37,38 +38,21 @@ def check(config, folder, fields, *, capture_routing=True, **options):
     return check_engine(config, checkpoint=checkpoint(folder, fields), capture_routing=capture_routing, **options)
 
 
+POSITIVE = "replicas max_num_seqs max_num_batched_tokens tensor_parallel data_parallel expert_parallel nodes threads"
+WRONG = [
+    *(("device", "tpu"), ("dtype", "int8"), ("kv_cache_dtype", "int4"), ("gpu_memory_utilization", 1.5)),
+    *((name, 0) for name in POSITIVE.split()),
+    *(("max_model_len", 1), ("nodes", 2), ("expert_parallel", 2)),
+    *(("load_timeout_s", 0.0), ("start_timeout_s", 0.0)),
+]
+WRONG_OF = {
+    VllmConfig: [("name", "sglang"), ("max_num_batched_tokens", 8), ("kv_cache_bytes", 0), ("block_size", 20)],
+    SglangConfig: [("name", "vllm"), ("kv_cache_tokens", 1031)],
+}
+
+
 @pytest.mark.parametrize(
-    ("engine", "field", "value"),
-    [
-        *(
-            (engine, *wrong)
-            for engine in EVERY
-            for wrong in (
-                ("device", "tpu"),
-                ("dtype", "int8"),
-                ("replicas", 0),
-                ("max_model_len", 1),
-                ("max_num_seqs", 0),
-                ("max_num_batched_tokens", 0),
-                ("gpu_memory_utilization", 1.5),
-                ("tensor_parallel", 0),
-                ("data_parallel", 0),
-                ("expert_parallel", 0),
-                ("nodes", 0),
-                ("nodes", 2),
-                ("expert_parallel", 2),
-                ("threads", 0),
-                ("load_timeout_s", 0.0),
-                ("start_timeout_s", 0.0),
-            )
-        ),
-        (VllmConfig, "name", "sglang"),
-        (VllmConfig, "max_num_batched_tokens", 8),
-        (VllmConfig, "kv_cache_bytes", 0),
-        (VllmConfig, "block_size", 20),
-        (SglangConfig, "name", "vllm"),
-        (SglangConfig, "kv_cache_tokens", 1031),
-    ],
+    ("engine", "field", "value"), [(engine, *wrong) for engine in EVERY for wrong in [*WRONG, *WRONG_OF[engine]]]
 )
 def test_engine_config_names_the_field_and_the_value_that_it_refuses(engine, field, value):
     with pytest.raises(ValueError, match=rf"engine\.{field} is {value!r}"):
@@ -86,29 +70,18 @@ def test_nodes_of_a_replica_have_equal_ranks_and_equal_parts_of_groups(engine, n
 
 
 CHANGING = {
-    VllmConfig: (
-        *(
-            "speculative_config",
-            "spec_method",
-            "quantization",
-            "hf_overrides",
-            "logits_processors",
-            "generation_config",
-        ),
-        *("override_generation_config", "enable_lora", "kv_cache_dtype", "load_format", "model_impl"),
-        *("watermark_config", "enforce_eager", "logprobs_mode", "distributed_executor_backend"),
-        *("return_sampling_mask", "enable_expert_parallel", "data_parallel_size", "an_option_of_tomorrow"),
-    ),
-    SglangConfig: (
-        *("disable_overlap_schedule", "dp_size", "weight_version", "sampling_defaults", "json_model_override_args"),
-        *("speculative_algorithm", "speculative_num_steps", "quantization", "load_format", "enable_lora"),
-        *("enable_custom_logit_processor", "preferred_sampling_params", "kv_cache_dtype"),
-        *("enable_watermark", "custom_weight_loader", "model_impl", "ep_size", "attn_dp_size", "an_option_of_tomorrow"),
-    ),
+    VllmConfig: """speculative_config spec_method quantization hf_overrides logits_processors generation_config
+        override_generation_config enable_lora kv_cache_dtype load_format model_impl watermark_config enforce_eager
+        logprobs_mode distributed_executor_backend return_sampling_mask enable_expert_parallel data_parallel_size
+        an_option_of_tomorrow""",
+    SglangConfig: """disable_overlap_schedule dp_size weight_version sampling_defaults json_model_override_args
+        speculative_algorithm speculative_num_steps quantization load_format enable_lora enable_custom_logit_processor
+        preferred_sampling_params kv_cache_dtype enable_watermark custom_weight_loader model_impl ep_size attn_dp_size
+        an_option_of_tomorrow""",
 }
 
 
-@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in EVERY for name in CHANGING[engine]])
+@pytest.mark.parametrize(("engine", "name"), [(engine, name) for engine in EVERY for name in CHANGING[engine].split()])
 def test_extra_args_that_may_change_weights_or_distribution_are_refused(engine, name):
     with pytest.raises(ValueError, match=rf"engine\.extra_args sets {name}\b"):
         engine(extra_args={name: 2})
@@ -116,10 +89,12 @@ def test_extra_args_that_may_change_weights_or_distribution_are_refused(engine, 
 
 
 @pytest.mark.parametrize("engine", EVERY)
-def test_capture_of_a_dense_model_is_refused(tmp_path, engine):
+def test_a_dense_model_with_capture_and_a_context_beyond_that_of_the_model_are_refused(tmp_path, engine):
     with pytest.raises(ValueError, match=r"qwen3.*trainer\.router_replay"):
         check(engine(device="cpu"), tmp_path, DENSE)
     check(engine(device="cpu"), tmp_path, DENSE, capture_routing=False)
+    with pytest.raises(ValueError, match=r"engine\.max_model_len is 4096.* 2048 "):
+        check(engine(max_model_len=4096), tmp_path, QWEN)
 
 
 @pytest.mark.parametrize("engine", EVERY)
@@ -137,28 +112,19 @@ def test_layouts_that_share_experts_are_accepted_for_models_with_experts(tmp_pat
 
 @pytest.mark.parametrize("engine", EVERY)
 def test_experts_that_do_not_divide_over_the_ranks_are_refused(tmp_path, engine):
-    fields = {**QWEN, "moe_intermediate_size": 6}
+    fields, layout = {**QWEN, "moe_intermediate_size": 6}, {"device": "cuda", "tensor_parallel": 2, "data_parallel": 2}
     with pytest.raises(ValueError, match=r"engine\.tensor_parallel x engine\.data_parallel is 4.* 6 columns"):
-        check(engine(device="cuda", tensor_parallel=2, data_parallel=2), tmp_path, fields)
-    spread = engine(device="cuda", tensor_parallel=2, data_parallel=2, expert_parallel=4)
+        check(engine(**layout), tmp_path, fields)
+    spread = engine(**layout, expert_parallel=4)
     check(spread, tmp_path, fields)
     with pytest.raises(ValueError, match=r"engine\.expert_parallel is 4.* 6 experts"):
         check(spread, tmp_path, {**fields, "num_experts": 6})
 
 
-@pytest.mark.parametrize("engine", EVERY)
-def test_context_beyond_that_of_the_model_is_refused(tmp_path, engine):
-    with pytest.raises(ValueError, match=r"engine\.max_model_len is 4096.* 2048 "):
-        check(engine(max_model_len=4096), tmp_path, QWEN)
+UNTIED = {VllmConfig: ("glm4_moe", "olmoe", "deepseek_v3"), SglangConfig: ("qwen3_moe", "mixtral", "glm4_moe")}
 
 
-@pytest.mark.parametrize(
-    ("engine", "family"),
-    [
-        *((VllmConfig, family) for family in ("glm4_moe", "olmoe", "deepseek_v3")),
-        *((SglangConfig, family) for family in ("qwen3_moe", "mixtral", "glm4_moe")),
-    ],
-)
+@pytest.mark.parametrize(("engine", "family"), [(engine, family) for engine in EVERY for family in UNTIED[engine]])
 def test_tied_weights_that_an_engine_would_not_tie_are_refused(tmp_path, engine, family):
     tied = {"tie_word_embeddings": True}
     with pytest.raises(ValueError, match=rf"\({family}\).*tie_word_embeddings"):
@@ -169,41 +135,34 @@ def test_tied_weights_that_an_engine_would_not_tie_are_refused(tmp_path, engine,
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_replica_module_imports_no_engine(engine):
     script = (
-        f"import sys, async_rl.inference.{engine}.engine; assert not {{'sglang', 'vllm', 'ray'}} & set(sys.modules)"
+        f"import sys, async_rl.inference.{engine}.engine; assert not {{'sglang', 'vllm', 'ray'}} & {{*sys.modules}}"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def arguments(config, folder):
+    """Arguments of the engine of a replica; those of SGLang are a mapping as well."""
+    model = check(config, folder, QWEN)
+    if isinstance(config, VllmConfig):
+        return vllm.engine_args(config, model, capture_routing=True)
+    given = sglang.server_arguments(config, folder, port=1, served_name="n", label="first", capture_routing=True)
+    return dict(itertools.pairwise(given))
 
 
 def test_engine_leaves_the_room_of_the_twin_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "gpu_bytes", lambda: 40e9)
     staged = {"device": "cuda", "gpu_memory_utilization": 0.8, "twin_bytes": int(8e9)}
-    model = check(VllmConfig(**staged), tmp_path, QWEN)
-    args = vllm.engine_args(VllmConfig(**staged), model, capture_routing=True)
-    assert args["gpu_memory_utilization"] == pytest.approx(0.6)
-    given = sglang.server_arguments(
-        SglangConfig(**staged), tmp_path, port=1, served_name="n", label="first", capture_routing=True
-    )
-    assert float(given[given.index("--mem-fraction-static") + 1]) == pytest.approx(0.6)
+    assert arguments(VllmConfig(**staged), tmp_path)["gpu_memory_utilization"] == pytest.approx(0.6)
+    assert float(arguments(SglangConfig(**staged), tmp_path)["--mem-fraction-static"]) == pytest.approx(0.6)
     with pytest.raises(ValueError, match=r"engine\.gpu_memory_utilization is 0\.8.*tensor_parallel"):
         VllmConfig(**{**staged, "twin_bytes": int(32e9)}).gpu_share()
 
 
-@pytest.mark.parametrize("engine", EVERY)
-def test_kv_in_8_bits_is_for_gpus(engine, tmp_path):
-    small = {"kv_cache_dtype": "fp8_e4m3"}
+@pytest.mark.parametrize(("engine", "name"), [(VllmConfig, "kv_cache_dtype"), (SglangConfig, "--kv-cache-dtype")])
+def test_kv_in_8_bits_is_for_gpus(engine, name, tmp_path):
     with pytest.raises(ValueError, match=r"engine\.kv_cache_dtype is fp8_e4m3 on the CPU"):
-        check(engine(device="cpu", **small), tmp_path, QWEN)
-    with pytest.raises(ValueError, match=r"engine\.kv_cache_dtype is 'int4'"):
-        engine(kv_cache_dtype="int4")
-    model = check(engine(device="cuda", **small), tmp_path, QWEN)
-    if engine is VllmConfig:
-        args = vllm.engine_args(engine(device="cuda", **small), model, capture_routing=True)
-        assert args["kv_cache_dtype"] == "fp8_e4m3"
-    else:
-        given = sglang.server_arguments(
-            engine(device="cuda", **small), tmp_path, port=1, served_name="n", label="first", capture_routing=True
-        )
-        assert given[given.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
+        check(engine(device="cpu", kv_cache_dtype="fp8_e4m3"), tmp_path, QWEN)
+    assert arguments(engine(device="cuda", kv_cache_dtype="fp8_e4m3"), tmp_path)[name] == "fp8_e4m3"
 
 
 def test_kv_in_8_bits_takes_a_quarter_of_float32():

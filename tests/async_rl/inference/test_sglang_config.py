@@ -46,6 +46,7 @@ def test_sglang_offers_forced_routing_for_the_tested_families(tmp_path):
 
 
 def arguments(folder, **fields):
+    """Arguments of the server of a replica."""
     config = SglangConfig(**fields)
     check(config, folder, QWEN)
     return server_arguments(config, folder, port=1, served_name="n", label="first", capture_routing=True)
@@ -76,27 +77,27 @@ def test_server_on_a_gpu_has_no_shim(tmp_path):
     assert not {"--device", "--attention-backend", "--sampling-backend", "--max-total-tokens"} & set(given)
     assert "--disable-cuda-graph" not in given
     assert "--disable-prefill-cuda-graph" in given, "a graph would go around the hook that forces experts"
-    variables = server_environment(SglangConfig(device="cuda"), owner=1, folder=tmp_path)
-    assert variables["PYTHONPATH"] == str(PLUGIN_PATH), "no shim on a GPU"
-    assert "SGLANG_USE_CPU_ENGINE" not in variables
 
 
-def test_server_environment_inherits_nothing_of_this_virtualenv(tmp_path, monkeypatch):
-    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
-        monkeypatch.setenv(name, "/elsewhere")
-    variables = server_environment(SglangConfig(device="cpu", threads=2), owner=7, folder=tmp_path)
-    assert variables["PYTHONPATH"].split(os.pathsep) == [str(PLUGIN_PATH), str(CPU_PATH)]
-    assert not {"PYTHONHOME", "VIRTUAL_ENV"} & set(variables)
-    assert (variables["OMP_NUM_THREADS"], variables["ASYNC_RL_OWNER_PID"]) == ("2", "7")
-    assert variables["TORCHDYNAMO_DISABLE"] == "1"
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_server_environment_sets_own_variables_only(tmp_path, monkeypatch, device):
+@pytest.mark.parametrize(
+    ("device", "paths", "own"),
+    [
+        ("cpu", [PLUGIN_PATH, CPU_PATH], {"OMP_NUM_THREADS": "2", "TORCHDYNAMO_DISABLE": "1"}),
+        ("cuda", [PLUGIN_PATH], {}),
+    ],
+)
+def test_server_environment_has_own_variables_and_none_of_this_virtualenv(tmp_path, monkeypatch, device, paths, own):
     for name in OWN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    config = SglangConfig(device=device, tensor_parallel=2)
-    assert set(server_environment(config, owner=7, folder=tmp_path)) - set(os.environ) <= OWN_VARIABLES
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"):
+        monkeypatch.setenv(name, "/elsewhere")
+    config = SglangConfig(device=device, threads=2, tensor_parallel=2)
+    variables = server_environment(config, owner=7, folder=tmp_path)
+    assert variables["PYTHONPATH"].split(os.pathsep) == [str(path) for path in paths]
+    assert not {"PYTHONHOME", "VIRTUAL_ENV"} & set(variables)
+    assert variables.items() >= (own | {"ASYNC_RL_OWNER_PID": "7"}).items()
+    assert ("SGLANG_USE_CPU_ENGINE" in variables) == (device == "cpu")
+    assert set(variables) - set(os.environ) <= OWN_VARIABLES
 
 
 async def test_replica_without_its_virtualenv_is_an_error_with_the_way_out(tmp_path):
@@ -123,14 +124,13 @@ def ranks_with(*digests):
 def test_first_load_needs_the_plugin_its_hooks_and_one_digest():
     digest, live = first_load({"unapplied": [], "ranks": ranks_with("ab")})
     assert (digest, without_equation(live)) == ("ab", ["w"])
-    with pytest.raises(ContractError, match="SGLANG_PLUGINS"):
-        first_load({})
-    with pytest.raises(ContractError, match=r"hooks.*Scheduler\.send_abort_output"):
-        first_load(
-            {"unapplied": ["sglang.srt.managers.scheduler.Scheduler.send_abort_output"], "ranks": ranks_with("ab")}
-        )
-    with pytest.raises(ContractError, match="ab, cd"):
-        first_load({"unapplied": [], "ranks": ranks_with("ab", "cd")})
+    for answer, named in (
+        ({}, "SGLANG_PLUGINS"),
+        ({"unapplied": ["a.Scheduler.send_abort_output"], "ranks": ranks_with("ab")}, "hooks.*send_abort_output"),
+        ({"unapplied": [], "ranks": ranks_with("ab", "cd")}, "ab, cd"),
+    ):
+        with pytest.raises(ContractError, match=named):
+            first_load(answer)
 
 
 LOADS = [
@@ -138,55 +138,46 @@ LOADS = [
     {"buckets": [[1, "gh"]], "names": "ef", "published": {}, "parameters": {"w": ["34", [8]]}},
 ]
 REPORT = f"{REPORTED}{json.dumps(LOADS)}"
-RANKS = [
-    RankLoad({0: "ab", 2: "cd"}, "ef", {"v": [[5]]}, {"w": ["12", [7]]}),
-    RankLoad({1: "gh"}, "ef", {}, {"w": ["34", [8]]}),
-]
+RANKS = [RankLoad(**load | {"buckets": dict(load["buckets"])}) for load in LOADS]
 
 
 def test_reported_load_has_the_report_of_each_rank():
     found = reported_load({"success": True, "message": f"Succeeded. {REPORT} Weight version updated to 1-ab."})
     assert found == RANKS
-    for answer in (
-        {"success": False, "message": REPORT},
-        {"success": True, "message": "Succeeded."},
-        {"success": True, "message": None},
-        {"success": True, "message": f"{REPORTED}{json.dumps([LOADS[0], LOADS[1] | {'parameters': {}}])}"},
-        {"success": True, "message": f"{REPORTED}[]"},
-    ):
+    other_parameters = json.dumps([LOADS[0], LOADS[1] | {"parameters": {}}])
+    with pytest.raises(ContractError):
+        reported_load({"success": False, "message": REPORT})
+    for message in ("Succeeded.", None, f"{REPORTED}{other_parameters}", f"{REPORTED}[]"):
         with pytest.raises(ContractError):
-            reported_load(answer)
+            reported_load({"success": True, "message": message})
 
 
 def test_a_version_is_staged_when_a_scheduler_reports_all_ranks():
-    for message in (REPORT, f"{REPORT} | {REPORT}"):
-        assert staged_load({"success": True, "message": message}) == RANKS
-    for message in (NOT_STAGED, f"{NOT_STAGED} | {NOT_STAGED}"):
-        assert staged_load({"success": True, "message": message}) is None
+    for text, found in ((REPORT, RANKS), (NOT_STAGED, None)):
+        for message in (text, f"{text} | {text}"):
+            assert staged_load({"success": True, "message": message}) == found
     with pytest.raises(ContractError, match="rank 1: OSError"):
         staged_load({"success": False, "message": "RuntimeError: rank 1: OSError: no file"})
 
 
+PLUGIN = f"""
+import sys
+from importlib.metadata import entry_points
+(entry,) = entry_points(group="sglang.srt.plugins")
+assert entry.load().__module__ == "async_rl_sglang"
+assert not {{"torch", "sglang", "async_rl"}} & set(sys.modules), "costs every process"
+from async_rl_sglang import STOP_TOKENS, loading, routing, sampling
+print(*loading.HOOKS, *routing.HOOKS, *sampling.HOOKS, STOP_TOKENS)
+assert loading._weights_module("digest").WeightsDigest and loading._weights_module("checksum").checksum
+assert (loading.LOADED, loading.NOT_STAGED) == {(REPORTED, NOT_STAGED)!r}
+assert "async_rl" not in sys.modules
+"""
+
+
 def test_sglang_plugin_is_found_by_its_path_and_names_the_hooks():
-    script = (
-        "import sys\n"
-        "from importlib.metadata import entry_points\n"
-        "(entry,) = entry_points(group='sglang.srt.plugins')\n"
-        "assert entry.load().__module__ == 'async_rl_sglang'\n"
-        "assert not {'torch', 'sglang', 'async_rl'} & set(sys.modules), 'costs every process'\n"
-        "from async_rl_sglang import STOP_TOKENS, loading, routing, sampling\n"
-        "print('\\n'.join([*loading.HOOKS, *routing.HOOKS, *sampling.HOOKS, STOP_TOKENS]))\n"
-        "assert loading._weights_module('digest').WeightsDigest and loading._weights_module('checksum').checksum\n"
-        f"assert (loading.LOADED, loading.NOT_STAGED) == {(REPORTED, NOT_STAGED)!r}\n"
-        "assert 'async_rl' not in sys.modules\n"
-    )
+    environment = {**os.environ, "PYTHONPATH": str(PLUGIN_PATH)}
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONPATH": str(PLUGIN_PATH)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        [sys.executable, "-c", PLUGIN], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     targets = done.stdout.split()

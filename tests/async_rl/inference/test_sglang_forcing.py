@@ -24,8 +24,8 @@ def forcing(monkeypatch):
     return importlib.import_module("async_rl_sglang.forcing")
 
 
-def batch_with(forcing, plan):
-    return SimpleNamespace(**{forcing.PLAN: plan})
+def applied(forcing, plan):
+    return forcing.applied(SimpleNamespace(**{forcing.PLAN: plan}))
 
 
 def chosen_by(scores, *, bias=0.0, renormalize, scale):
@@ -73,7 +73,7 @@ def test_select_forced_forces_planned_tokens_and_layers_alone(forcing):
     plan[1, 1] = torch.tensor([6, 0])
     config = SimpleNamespace(renormalize=True)
     free = select(None, logits, config, layer_id=0)
-    with forcing.applied(batch_with(forcing, plan)):
+    with applied(forcing, plan):
         untouched = forcing.select_forced(select, None, logits, config, layer_id=0)
         forced = forcing.select_forced(select, None, logits, config, layer_id=1)
     assert untouched.topk_ids.equal(free.topk_ids)
@@ -86,9 +86,9 @@ def test_select_forced_forces_planned_tokens_and_layers_alone(forcing):
 
 def test_forward_pass_around_the_hook_of_forcing_is_an_error(forcing):
     plan = torch.zeros((3, 2, 2), dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="0 of 2 layers"), forcing.applied(batch_with(forcing, plan)):
+    with pytest.raises(RuntimeError, match="0 of 2 layers"), applied(forcing, plan):
         pass
-    with pytest.raises(RuntimeError, match="plan"), forcing.applied(batch_with(forcing, plan[:2])):
+    with pytest.raises(RuntimeError, match="plan"), applied(forcing, plan[:2]):
         forcing.select_forced(select, None, torch.randn(3, 8), SimpleNamespace(renormalize=True), layer_id=0)
 
 

@@ -89,11 +89,6 @@ def test_segments_have_the_kept_sets_of_their_tokens(counts):
     assert [kept for s in segments for kept in sets_of(s.support)] == sets
 
 
-def test_answer_without_tokens_is_one_empty_segment():
-    _, [segment] = cut(4, 0, [0], reason=StopReason.ABORT)
-    assert (len(segment), segment.routed_experts, segment.stop_reason) == (0, None, StopReason.ABORT)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -24,6 +24,8 @@ from message_queue.errors import EngineError, ReplicaLostError
 from message_queue.tokens import WeightVersion
 from tests.helpers.fakes.rollouts import RolloutsHere
 
+pytestmark = pytest.mark.virtual_time
+
 MODES = {"at_once": {}, "rolling": {"max_paused": 1}, "staged": {"staged": True}}
 CALLS = ("fetch", "stage", "pause", "abort", "load", "checksum", "resume", "stats")
 STATS = ReplicaStats(busy_seconds=0.0, in_flight=0)
@@ -58,16 +60,9 @@ class Supervised:
     def __init__(self, replicas, *, mode="at_once", successors=(), max_restarts=3, start_s=0.1):
         self.started, self.notes, self.removed, self.joined = list(replicas), [], [], len(replicas)
         self.pool = ReplicaPool(replicas, on_lost=self.note)
-        self.publisher = Publisher(
-            self.pool, on_update="resume", rollouts=RolloutsHere(None), timeout_s=30, **MODES[mode]
-        )
-        self.supervisor = Supervisor(
-            self.pool,
-            self.publisher,
-            start=self.start,
-            config=SupervisionConfig(max_restarts=max_restarts),
-            note=self.note,
-        )
+        rollouts, config = RolloutsHere(None), SupervisionConfig(max_restarts=max_restarts)
+        self.publisher = Publisher(self.pool, on_update="resume", rollouts=rollouts, timeout_s=30, **MODES[mode])
+        self.supervisor = Supervisor(self.pool, self.publisher, start=self.start, config=config, note=self.note)
         self._successors, self._start_s = iter(successors), start_s
 
     async def start(self, lost, /, *, slot, name):
@@ -101,38 +96,31 @@ def update_of(version):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_replica_that_dies_after_its_fetch_is_replaced_and_the_publish_goes_on(mode):
-    async def publish():
-        first, slow = Mortal("replica-0", fetch_s=0.01), Mortal("replica-1", fetch_s=0.6)
-        run = Supervised([first, slow], mode=mode)
-        watch, publish = run.watch(), asyncio.create_task(run.publisher.publish(update_of(1)))
-        await asyncio.sleep(0.3)
-        first.alive = False
-        run.pool.lose(run.pool.members[0], reason="replica-0 died")
-        await publish
-        await asyncio.sleep(SETTLED_S)
-        watch.cancel()
-        assert run.live == ["replica-1", "replica-2"]
-        assert [replica.version for replica in run.started if replica.alive] == [1, 1]
-
-    run_in_virtual_time(publish())
+async def test_replica_that_dies_after_its_fetch_is_replaced_and_the_publish_goes_on(mode):
+    first, slow = Mortal("replica-0", fetch_s=0.01), Mortal("replica-1", fetch_s=0.6)
+    run = Supervised([first, slow], mode=mode)
+    watch, publish = run.watch(), asyncio.create_task(run.publisher.publish(update_of(1)))
+    await asyncio.sleep(0.3)
+    first.alive = False
+    run.pool.lose(run.pool.members[0], reason="replica-0 died")
+    await publish
+    await asyncio.sleep(SETTLED_S)
+    watch.cancel()
+    assert run.live == ["replica-1", "replica-2"]
+    assert [replica.version for replica in run.started if replica.alive] == [1, 1]
 
 
-def test_successor_that_dies_is_taken_out_when_a_worker_reports_it():
-    async def die():
-        run = Supervised([Mortal("replica-0"), Mortal("replica-1")], max_restarts=1)
-        rollouts = Dispatcher([], pool=run.pool)
-        watch = run.watch()
-        for name in ("replica-0", "replica-2"):
-            rollouts._lose_replica(LostReplica(name=name, reason="it died", notes=()))
-            await asyncio.sleep(1000)
-        watch.cancel()
-        assert run.live == ["replica-1", "replica-3"]  # the restart of replica-0 left the window
-        assert run.removed == ["replica-0", "replica-2"]
-        assert [member.name for member in run.pool.members] == [f"replica-{number}" for number in range(4)]
-        assert list(run.pool.lost) == ["replica-0", "replica-2"]
-
-    run_in_virtual_time(die())
+async def test_successor_that_dies_is_taken_out_when_a_worker_reports_it():
+    run = Supervised([Mortal("replica-0"), Mortal("replica-1")], max_restarts=1)
+    rollouts = Dispatcher([], pool=run.pool)
+    watch = run.watch()
+    for name in ("replica-0", "replica-2"):
+        rollouts._lose_replica(LostReplica(name=name, reason="it died", notes=()))
+        await asyncio.sleep(1000)
+    watch.cancel()
+    assert run.live == ["replica-1", "replica-3"]  # the restart of replica-0 left the window
+    assert run.removed == list(run.pool.lost) == ["replica-0", "replica-2"]
+    assert [member.name for member in run.pool.members] == [f"replica-{number}" for number in range(4)]
 
 
 def test_name_of_a_member_cannot_be_given_to_another_one():
@@ -142,18 +130,15 @@ def test_name_of_a_member_cannot_be_given_to_another_one():
 
 
 @pytest.mark.parametrize("max_restarts", [0, 1, 3])
-def test_watch_ends_with_all_causes_when_no_replica_is_left(max_restarts):
-    async def die():
-        deaths = itertools.cycle(["start", "stats", "load"])
-        run = Supervised([Mortal("a-0", dies_at="stats")], successors=deaths, max_restarts=max_restarts)
-        await run.publisher.publish(update_of(1))
-        (line,) = await ended(run.watch())
-        expected = ["a-0: a-0 died in stats", "a-1: did not start: a-1 has no room", "a-2: a-2 died in stats"]
-        expected.append("a-3: did not start: a-3 died in load")
-        assert [text for text in expected if text in line] == expected[: max_restarts + 1], line
-        assert f"all {max_restarts + 1} replicas are lost" in line
-
-    run_in_virtual_time(die())
+async def test_watch_ends_with_all_causes_when_no_replica_is_left(max_restarts):
+    deaths = itertools.cycle(["start", "stats", "load"])
+    run = Supervised([Mortal("a-0", dies_at="stats")], successors=deaths, max_restarts=max_restarts)
+    await run.publisher.publish(update_of(1))
+    (line,) = await ended(run.watch())
+    expected = ["a-0: a-0 died in stats", "a-1: did not start: a-1 has no room", "a-2: a-2 died in stats"]
+    expected.append("a-3: did not start: a-3 died in load")
+    assert [text for text in expected if text in line] == expected[: max_restarts + 1], line
+    assert f"all {max_restarts + 1} replicas are lost" in line
 
 
 async def ended(watch):
@@ -163,21 +148,18 @@ async def ended(watch):
     return list(causes(watch.exception()))
 
 
-def test_successor_that_was_started_is_removed_when_its_start_was_cut_off():
-    async def cut_off():
-        run = Supervised([Mortal("replica-0"), Mortal("replica-1")], max_restarts=1)
-        await run.publisher.publish(update_of(1))
-        watch = run.watch()
-        run.pool.lose(run.pool.live[0], reason="it died")
-        await asyncio.sleep(0.3)  # replica-2 loads
-        watch.cancel()
-        await asyncio.wait({watch})
-        watch = run.watch()
-        await asyncio.sleep(SETTLED_S)
-        watch.cancel()
-        assert run.removed == ["replica-0", "replica-2"] and run.live == ["replica-1", "replica-3"]
-
-    run_in_virtual_time(cut_off())
+async def test_successor_that_was_started_is_removed_when_its_start_was_cut_off():
+    run = Supervised([Mortal("replica-0"), Mortal("replica-1")], max_restarts=1)
+    await run.publisher.publish(update_of(1))
+    watch = run.watch()
+    run.pool.lose(run.pool.live[0], reason="it died")
+    await asyncio.sleep(0.3)  # replica-2 loads
+    watch.cancel()
+    await asyncio.wait({watch})
+    watch = run.watch()
+    await asyncio.sleep(SETTLED_S)
+    watch.cancel()
+    assert run.removed == ["replica-0", "replica-2"] and run.live == ["replica-1", "replica-3"]
 
 
 @given(
@@ -187,14 +169,9 @@ def test_successor_that_was_started_is_removed_when_its_start_was_cut_off():
     successors=st.lists(st.sampled_from([None, None, "start", *CALLS])),
     events=st.lists(st.tuples(st.sampled_from([0.0, 0.05, 0.15, 0.4, 3.0]), st.sampled_from(["publish", 0, 1, 2, 3]))),
 )
-def test_live_members_are_the_replicas_that_are_alive(mode, count, max_restarts, successors, events):
+def test_live_members_are_the_replicas_that_are_alive(count, successors, events, **options):
     async def live():
-        run = Supervised(
-            [Mortal(f"r-{number}") for number in range(count)],
-            mode=mode,
-            successors=successors,
-            max_restarts=max_restarts,
-        )
+        run = Supervised([Mortal(f"r-{number}") for number in range(count)], successors=successors, **options)
         watch, version, publishes = run.watch(), 0, []
         for seconds, event in [*events, (SETTLED_S, "publish")]:
             await asyncio.sleep(seconds)
@@ -217,7 +194,7 @@ def test_live_members_are_the_replicas_that_are_alive(mode, count, max_restarts,
         else:
             (line,) = await ended(watch)
             assert all(name in line for name in names)
-        if max_restarts == 3 and len(events) + len(successors) < 4:
+        if options["max_restarts"] == 3 and len(events) + len(successors) < 4:
             assert len(alive) == count, "a restart was allowed"
 
     run_in_virtual_time(live())

@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.metrics.pages import serve
 from async_rl.metrics.recorder import Recorder
+from async_rl.view import main
 from tests.async_rl.metrics.test_pages import STEPS, count_is, drawing, make_run, record_steps
 from tests.async_rl.metrics.test_viewer import row, write
 from tests.helpers.chromium import CHROMIUM, browser
@@ -85,10 +86,9 @@ def test_server_shows_why_a_page_cannot_be_made(tmp_path):
         assert get(port, "/report.html")[::2] == (503, "metrics.jsonl line 3 is damaged")
 
 
-def test_live_of_no_run_is_refused(tmp_path):
-    arguments = [sys.executable, "-m", "async_rl.view", "--live", "--port", "0", str(tmp_path)]
-    found = subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 2 and "metrics.jsonl" in found.stderr
+def test_live_of_no_run_is_refused(tmp_path, capsys):
+    assert main(["--live", "--port", "0", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH")
@@ -122,10 +122,8 @@ async def test_pages_of_a_living_run_renew_and_keep_what_the_reader_chose(tmp_pa
             write(run, 10, [row(10, 50, n) for n in range(3)])
             await page.until(count_is(53, of=53))
             await page.until("document.querySelector('.card.chosen')")
-            assert await page.run("[key_of(chosen), key_of(found[Math.floor($('list').scrollTop / ROW)])]") == [
-                key,
-                top,
-            ]
+            kept = "[key_of(chosen), key_of(found[Math.floor($('list').scrollTop / ROW)])]"
+            assert await page.run(kept) == [key, top]
             assert await page.run("state.raw && document.querySelector('#bar h2').textContent") == "Step 8, group 37"
             await page.open(addresses[1].partition("#")[0])
             write(run, 12, [row(12, 60, 0)])

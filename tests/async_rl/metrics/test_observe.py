@@ -99,11 +99,8 @@ def test_trajectory_info_is_averaged_and_shown_in_the_report(tmp_path):
     assert type(closed(1.0, info=infos[0]).info["own"]) is float
     metrics = metrics_of([closed(1.0, info=info) for info in infos])
     assert metrics["info/turns"] == 3 and metrics["info/own"] == 3
-    recorder = Recorder(tmp_path, console=None)
-    recorder.step(StepRecord(metrics={"train_step": 1, **metrics}, staleness_tokens={}))
-    recorder.close()
-    assert report([str(tmp_path)]) == 0
-    data = report_data(tmp_path)
+    record_steps(tmp_path, metrics)
+    data = reported(tmp_path)
     assert data["runs"][0]["steps"]["info/own"] == [3] and data["runs"][0]["steps"]["info/turns"] == [3]
     assert "Trajectory.info" in data["metrics"]["info/own"]["meaning"]
     with pytest.raises(ValueError, match="many"):
@@ -119,9 +116,10 @@ def test_staleness_metrics_are_those_of_the_single_tokens(tokens):
     assert metrics["staleness/mean"] == pytest.approx(staleness.mean())
 
 
-def report_data(directory):
-    """Data of the page in a directory."""
-    page = (directory / "report.html").read_text()
+def reported(*directories):
+    """Data of the page that the command writes."""
+    assert report([str(directory) for directory in directories]) == 0
+    page = (directories[0] / "report.html").read_text()
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
 
 
@@ -148,15 +146,31 @@ def validated(success, *, failed=0, **more):
     )
 
 
-def record(directory, steps=3, *, trackers=None):
+def record(directory, *, trackers=None):
+    """A run of one step, with a validation."""
     recorder = Recorder(directory, console=None, trackers=trackers)
-    for step in range(1, steps + 1):
-        metrics = {"train_step": step, "reward/mean": step / 10, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
-        recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
+    metrics = {"train_step": 1, "reward/mean": 0.1, "mismatch/k3_lag0": math.nan, "mismatch/k3": 1e-3}
+    recorder.step(StepRecord(metrics=metrics, staleness_tokens={0: 5}))
     said = ValidationRollout(
         reward=1.0, tokens=3, cut_off=False, error=None, prompt="2+2=", response="4", min_version=1, max_version=2
     )
-    recorder.validation(steps, validated(0.5, rollouts={"": [[said]]}))
+    recorder.validation(1, validated(0.5, rollouts={"": [[said]]}))
+    recorder.close()
+
+
+def record_steps(directory, *metrics, console=None):
+    """Record train steps 1, 2, ... with these metrics."""
+    recorder = Recorder(directory, console=console)
+    for step, values in enumerate(metrics, 1):
+        recorder.step(StepRecord(metrics={"train_step": step, **values}, staleness_tokens={}))
+    recorder.close()
+
+
+def record_rounds(directory, *success):
+    """Record validations at train steps 0, 1, ...; all rollouts of one without a success failed."""
+    recorder = Recorder(directory, console=None)
+    for step, value in enumerate(success):
+        recorder.validation(step, validated(value, failed=8 if math.isnan(value) else 0))
     recorder.close()
 
 
@@ -164,9 +178,9 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_recorder_gives_trackers_metrics_and_rollouts(tmp_path):
+def test_recorder_gives_trackers_metrics_and_rollouts_and_writes_strict_json_lines(tmp_path):
     spy = Spy()
-    record(tmp_path, steps=1, trackers=spy)
+    record(tmp_path, trackers=spy)
     assert {tag for tag, _, _ in spy.written} > validated(0.5).metrics().keys()
     assert [entry for entry in spy.written if not entry[0].startswith(("length/", "mismatch/"))][:3] == [
         ("train_step", 1, 1),
@@ -174,13 +188,8 @@ def test_recorder_gives_trackers_metrics_and_rollouts(tmp_path):
         ("validation/success", 0.5, 1),
     ]
     assert spy.rows == [(1, "4")] and spy.closed
-
-
-def test_recorder_writes_strict_json_lines_with_null_for_nan(tmp_path):
-    record(tmp_path)
-    lines = lines_of(tmp_path / "metrics.jsonl")
-    assert [line["train_step"] for line in lines] == [1, 2, 3]
-    assert lines[0]["mismatch/k3_lag0"] is None and lines[0]["staleness/tokens"] == {"0": 5}
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert line["mismatch/k3_lag0"] is None and line["staleness/tokens"] == {"0": 5}, "null for nan"
 
 
 @pytest.mark.parametrize("name", ["wish", "loss_layer12"])
@@ -216,50 +225,28 @@ def test_a_warning_that_repeats_is_shown_with_its_count(tmp_path):
 def test_batches_in_a_row_without_any_advantage_are_warned_of_once(tmp_path, shares, warnings):
     shown = []
     console = SimpleNamespace(note=lambda text, *, level: shown.append(text), step=lambda _: None, close=lambda: None)
-    recorder = Recorder(tmp_path, console=console)
-    for step, share in enumerate(shares, 1):
-        metrics = {"train_step": step, "reward/groups_without_signal": share}
-        recorder.step(StepRecord(metrics=metrics, staleness_tokens={}))
-    recorder.close()
+    record_steps(tmp_path, *({"reward/groups_without_signal": share} for share in shares), console=console)
     assert len(shown) == warnings and all("5 batches in a row" in text for text in shown)
-
-
-def test_report_of_a_run_needs_no_other_file(tmp_path, capsys):
-    record(tmp_path)
-    assert report([str(tmp_path)]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert "reward/mean" in page and not re.search(r"(src|href)\s*=\s*[\"'](?!#)", page)
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page), "it loads nothing"
-    assert (tmp_path / "report.png").stat().st_size > 10_000
-    assert "report.html" in capsys.readouterr().out
 
 
 def test_report_has_replay_by_layer_as_the_mean_over_the_run(tmp_path):
     record(tmp_path / "dense")
-    recorder = Recorder(tmp_path / "moe", console=None)
-    for step, shift in ((1, 0.0), (2, 0.2)):
-        found = {of_layer("routing/overlap", layer): 0.1 * layer + shift for layer in (11, 2, 3)}
-        found[of_layer("routing/gate_mass", 2)] = math.nan
-        recorder.step(StepRecord(metrics={"train_step": step, **found}, staleness_tokens={}))
-    recorder.close()
-    assert report([str(tmp_path / name) for name in ("dense", "moe")]) == 0
-    dense, moe = report_data(tmp_path / "dense")["runs"]
+    overlaps = [{of_layer("routing/overlap", n): 0.1 * n + shift for n in (11, 2, 3)} for shift in (0.0, 0.2)]
+    record_steps(tmp_path / "moe", *(found | {of_layer("routing/gate_mass", 2): math.nan} for found in overlaps))
+    dense, moe = reported(tmp_path / "dense", tmp_path / "moe")["runs"]
     assert dense["layers"] == {} and moe["layers"] == {"routing/overlap": [[2, 3, 11], [0.3, 0.4, 1.2]]}
     runs = [read_run(tmp_path / "dense")] * 2
     assert len(draw_curves(runs).axes[1].lines) == 2, "runs share the axes"
 
 
 def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp_path):
-    recorder = Recorder(tmp_path, console=None)
-    steps = RECENT + 2
+    steps, metrics = RECENT + 2, []
     for step in range(1, steps + 1):
-        metrics = {"step/seconds": step, "idle/trainer": 1 / step, "idle/rollout": 0.25, "throughput/tokens_per_s": 3}
-        metrics |= {"tokens/lag1": step, "mismatch/k3_lag1": step, "tokens/lag3": 2, "mismatch/k3_lag3": 5.0}
-        metrics |= {"tokens/lag0": 0, "mismatch/k3_lag0": math.nan}
-        recorder.step(StepRecord(metrics={"train_step": step, **metrics}, staleness_tokens={}))
-    recorder.close()
-    assert report([str(tmp_path)]) == 0
-    (run,) = report_data(tmp_path)["runs"]
+        of_step = {"step/seconds": step, "idle/trainer": 1 / step, "idle/rollout": 0.25, "throughput/tokens_per_s": 3}
+        of_step |= {"tokens/lag1": step, "mismatch/k3_lag1": step, "tokens/lag3": 2, "mismatch/k3_lag3": 5.0}
+        metrics.append(of_step | {"tokens/lag0": 0, "mismatch/k3_lag0": math.nan})
+    record_steps(tmp_path, *metrics)
+    (run,) = reported(tmp_path)["runs"]
     found = {key: values[-1] for key, values in run["steps"].items() if key.startswith("recent/")}
     seconds = sum(range(3, steps + 1))  # the trainer waited 1 in each step
     assert found["recent/throughput"] == pytest.approx(3) and found["recent/idle_replicas"] == pytest.approx(0.25)
@@ -271,7 +258,7 @@ def test_report_compares_throughput_with_its_limit_and_mismatch_by_staleness(tmp
     assert list(found)[:2] == [key for panel in PANELS if panel.title == "Throughput" for key in panel.keys]
 
 
-def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_path):
+def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts_and_changes_of_the_config(tmp_path):
     record(tmp_path)
     failed = [Drop(DropKind.ROLLOUT_FAILED, f"prompt {number}: no") for number in (1, 2)]
     lines = [("dropped", failed[0], 5), ("dropped", Drop(DropKind.EXPIRED, "x"), 1), ("dropped", failed[1], 6)]
@@ -285,8 +272,9 @@ def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_pat
     columns = zip(*rows, strict=True)
     table = pa.table(dict(zip(("group", "trajectory", "reward", "stop_reason"), map(list, columns), strict=True)))
     write_step(tmp_path / FOLDER, table, train_step=4, keep=5)
-    assert report([str(tmp_path)]) == 0
-    (run,) = report_data(tmp_path)["runs"]
+    (tmp_path / "config.yaml").write_text("a: {b: 1, c: x}\nresume: auto\n")
+    (tmp_path / "config-000020.yaml").write_text("a: {b: 2, c: x}\nresume: never\n")
+    (run,) = reported(tmp_path)["runs"]
     assert run["drops"] == [
         {"reason": "rollout failed", "groups": 2, "tokens": 11, "last": "rollout failed: prompt 2: no"},
         {"reason": "expired", "groups": 1, "tokens": 1, "last": "expired: x"},
@@ -297,16 +285,8 @@ def test_report_counts_drops_by_reason_and_names_best_and_worst_rollouts(tmp_pat
         | {"best": {"group": 8, "trajectory": 1, "reward": 3.5}}
         | {"worst": {"group": 7, "trajectory": 1, "reward": -2.0}}
     ]
-
-
-def test_report_has_the_newest_config_and_what_restarts_changed(tmp_path):
-    record(tmp_path)
-    (tmp_path / "config.yaml").write_text("a: {b: 1, c: x}\nresume: auto\n")
-    (tmp_path / "config-000020.yaml").write_text("a: {b: 2, c: x}\nresume: never\n")
-    assert report([str(tmp_path)]) == 0
-    (run,) = report_data(tmp_path)["runs"]
-    assert run["config"] == {"a.b": 2, "a.c": "x", "resume": "never"}
-    assert run["changes"] == ["config-000020.yaml: a.b: 1 -> 2"]
+    assert run["config"] == {"a.b": 2, "a.c": "x", "resume": "never"}, "the newest"
+    assert run["changes"] == ["config-000020.yaml: a.b: 1 -> 2"], "by a restart"
 
 
 def test_every_panel_of_the_report_names_a_metric():
@@ -317,19 +297,13 @@ def test_every_panel_of_the_report_names_a_metric():
 
 @pytest.mark.parametrize("success", [(-3.0, 0.5), (0.2, 4.0), (0.25, 0.75)])
 def test_picture_shows_rewards_outside_of_the_unit_interval(tmp_path, success):
-    recorder = Recorder(tmp_path, console=None)
-    for step, value in enumerate(success):
-        recorder.validation(step, validated(value))
-    recorder.close()
+    record_rounds(tmp_path, *success)
     low, high = draw_curves([read_run(tmp_path)]).axes[0].get_ylim()
     assert low <= min(0, *success) and high >= max(1, *success)
 
 
 def test_report_leaves_out_a_validation_whose_rollouts_all_failed(tmp_path):
-    recorder = Recorder(tmp_path, console=None)
-    for step, success in enumerate([0.25, math.nan, 0.75]):
-        recorder.validation(step, validated(success, failed=8 if math.isnan(success) else 0))
-    recorder.close()
+    record_rounds(tmp_path, 0.25, math.nan, 0.75)
     lines = lines_of(tmp_path / "validation.jsonl")
     assert [(v["validation/success"], v["validation/failed"]) for v in lines] == [(0.25, 0), (None, 8), (0.75, 0)]
     (line,) = draw_curves([read_run(tmp_path)]).axes[0].lines
@@ -342,11 +316,21 @@ def test_report_of_a_run_without_records_is_made_and_of_no_run_refused(tmp_path,
     Recorder(tmp_path, console=None).close()
     assert report([str(tmp_path)]) == 0
     (tmp_path / "validation.jsonl").unlink()
-    assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").exists()
+    assert report([str(tmp_path)]) == 0 and (tmp_path / "report.png").stat().st_size > 10_000
+    assert "report.html" in capsys.readouterr().out
+
+
+def console_of(directory, *, terminal=None):
+    """A console; `terminal` is the patch of a test whose standard output is a terminal."""
+    if terminal is not None:
+        stdout = io.StringIO()
+        terminal.setattr(stdout, "isatty", lambda: True, raising=False)
+        terminal.setattr("sys.stdout", stdout)
+    return RunConsole(total_train_steps=9, log=directory / "driver.log")
 
 
 def test_console_shows_the_rollouts_and_the_sets_of_a_validation(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path)
     console.validation(3, validated(0.5, failed=1))
     sets = {name: validated(success, pass_at={1: success}) for name, success in (("easy", 1.0), ("hard", math.nan))}
     console.validation(4, validated(0.25, samples=4, pass_at={1: 0.25, 4: 0.75}, sets=sets))
@@ -358,7 +342,7 @@ def test_console_shows_the_rollouts_and_the_sets_of_a_validation(tmp_path, capsy
 
 
 def test_console_shows_and_logs_steps_with_the_time_left_and_warnings(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path)
     for step in (4, 5, 4, 5, 6):  # steps 4 and 5 are repeated after a restart
         console.step(StepRecord(metrics={"train_step": step}, staleness_tokens={}))
     console.note("a node left", level=logging.WARNING)
@@ -388,7 +372,7 @@ PHASES = [
 
 
 def test_console_shows_each_change_of_a_phase_once_if_there_is_no_terminal(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path)
     for phase in PHASES:
         console.phase(*phase)
     threads = threading.active_count()
@@ -400,10 +384,7 @@ def test_console_shows_each_change_of_a_phase_once_if_there_is_no_terminal(tmp_p
 
 
 def test_console_shows_all_phases_in_one_line_that_lives_at_a_terminal(tmp_path, monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("sys.stdout", terminal)
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path, terminal=monkeypatch)
     for phase in PHASES:
         console.phase(*phase)
     before = drawn(console._view)
@@ -416,7 +397,7 @@ def test_console_shows_all_phases_in_one_line_that_lives_at_a_terminal(tmp_path,
 
 
 def test_console_shows_throughput_and_idle_shares_over_the_last_batches(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path)
     for step, rate in ((1, 100.0), (2, 100 / 3)):
         metrics = {"train_step": step, "throughput/tokens_per_s": rate, "idle/trainer": step / 4, "idle/rollout": 0.0}
         console.step(StepRecord(metrics=metrics, staleness_tokens={0: 60, 1: 40}))
@@ -425,26 +406,19 @@ def test_console_shows_throughput_and_idle_shares_over_the_last_batches(tmp_path
     assert "tok/s 50 " in last and "idle train 44%" in last, "(0.25 * 1 s + 0.5 * 3 s) / 4 s"
 
 
-def test_console_has_a_column_for_the_share_of_the_peak_once_a_step_has_it(tmp_path, capsys, monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    for stdout in (None, terminal):
-        if stdout is not None:
-            monkeypatch.setattr("sys.stdout", stdout)
-        console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
-        for step, mfu in ((1, {}), (2, {"throughput/mfu": 0.414})):
-            console.step(StepRecord(metrics={"train_step": step, **mfu}, staleness_tokens={}))
-        if console._view is not None:
-            lines = [line.split() for line in drawn(console._view).splitlines()]
-            assert [line[-1] for line in lines if line and line[0] in ("step", "1", "2")] == ["mfu", "-", "41%"]
-        console.close()
-    without, having = capsys.readouterr().out.splitlines()
-    assert "mfu" not in without and "mfu 41%" in having
+@pytest.mark.parametrize("lives", [False, True])
+def test_console_has_the_share_of_the_peak_once_a_step_has_it(lives, tmp_path, capsys, monkeypatch):
+    console = console_of(tmp_path, terminal=monkeypatch if lives else None)
+    for step, mfu in ((1, {}), (2, {"throughput/mfu": 0.414})):
+        console.step(StepRecord(metrics={"train_step": step, **mfu}, staleness_tokens={}))
+    shown = drawn(console._view) if lives else capsys.readouterr().out
+    console.close()
+    assert re.search(r"mfu\s", shown) and "41%" in shown and shown.count("mfu") == 1
 
 
 @pytest.mark.filterwarnings("default")
 def test_warnings_of_libraries_go_to_the_log_only(tmp_path, capsys):
-    console = RunConsole(total_train_steps=9, log=tmp_path / "driver.log")
+    console = console_of(tmp_path)
     warnings.warn("an option is deprecated", stacklevel=1)
     console.close()
     shown = capsys.readouterr()

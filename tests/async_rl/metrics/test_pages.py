@@ -1,11 +1,14 @@
 """Report and rollouts of a run in a real browser: they fit the window, load nothing, and every control works."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import yaml
 
+from agent_loop.timeline import TimeSpan, now
 from async_rl.files.rollouts import FOLDER, FailedRollouts, RecordConfig
 from async_rl.files.starts import record_start
 from async_rl.metrics import viewer
@@ -20,7 +23,10 @@ from tests.async_rl.metrics.test_viewer import failed, row, write
 from tests.helpers.chromium import CHROMIUM, browser
 from tests.helpers.tokenizers_of_families import build
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on PATH"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 LONG = "a/very/long/path/without/any/space/" * 8
 HOSTILE = "</script><img src=x onerror=document.title='broken'>\\u2028 & <b>bold</b> \udcff"
@@ -57,21 +63,30 @@ def make_run(directory, *, lr, shift=0.0):
     records.add(failed(9, 0, error="PromptError: too long", kind="PromptError"), train_step=3)
 
 
-@pytest.fixture
-def pages(tmp_path):
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
     """Addresses of the report of two runs and of the rollouts of the first."""
-    for name, lr in (("first", 1e-3), ("second", 2e-3)):
-        make_run(tmp_path / name, lr=lr, shift=lr)
-    assert report([str(tmp_path / "first"), str(tmp_path / "second")]) == 0 and view([str(tmp_path / "first")]) == 0
-    return [(tmp_path / "first" / name).as_uri() for name in ("report.html", "rollouts.html")]
+    first, second = (tmp_path_factory.mktemp("pages") / name for name in ("first", "second"))
+    for directory, lr in ((first, 1e-3), (second, 2e-3)):
+        directory.mkdir()
+        make_run(directory, lr=lr, shift=lr)
+    assert report([str(first), str(second)]) == 0 and view([str(first)]) == 0
+    return [(first / name).as_uri() for name in ("report.html", "rollouts.html")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tab(tmp_path_factory):
+    async with browser(tmp_path_factory.mktemp("profile")) as tab:
+        yield tab
 
 
 @pytest.fixture
-async def page(tmp_path):
-    async with browser(tmp_path / "profile") as page:
-        yield page
-        assert page.errors == []
-        assert [url for url in page.requests if not url.startswith(("file:", "about:", "blob:", "data:"))] == []
+def page(tab):
+    tab.errors.clear()
+    tab.requests.clear()
+    yield tab
+    assert tab.errors == []
+    assert [url for url in tab.requests if not url.startswith(("file:", "about:", "blob:", "data:"))] == []
 
 
 WIDTHS = "[document.documentElement.scrollWidth, innerWidth]"
@@ -89,10 +104,14 @@ def text_of(selector):
 
 def chosen(select, value):
     """Script: choose a value of a field of the filters."""
-    return (
-        f"document.querySelector('[name={select}]').value = {value!r};"
-        "document.getElementById('filters').dispatchEvent(new Event('input'))"
-    )
+    field = f"document.querySelector('[name={select}]')"
+    return f"{field}.value = {value!r}; document.getElementById('filters').dispatchEvent(new Event('input'))"
+
+
+def given(name, value, *, event="input"):
+    """Script: give a value to the field of an id."""
+    field = f"document.getElementById({name!r})"
+    return f"{field}.value = {value!r}; {field}.dispatchEvent(new Event({event!r}))"
 
 
 def count_is(count, of=10):
@@ -102,13 +121,12 @@ def count_is(count, of=10):
 async def test_pages_fit_narrow_and_wide_windows_in_light_and_dark(pages, page):
     colours = set()
     for url in (*pages, f"{pages[1]}#step=4&group=1&trajectory=1"):
-        for width in (390, 1280):
-            for dark in (False, True):
-                await page.open(url, width=width, dark=dark)
-                await page.run("document.querySelectorAll('details.topic').forEach((topic) => (topic.open = true))")
-                needed, window = await page.run(WIDTHS)
-                assert needed <= window == width, url
-                colours.add((dark, await page.run(BACKGROUND)))
+        for width, dark in ((390, False), (1280, True)):
+            await page.open(url, width=width, dark=dark)
+            await page.run("document.querySelectorAll('details.topic').forEach((topic) => (topic.open = true))")
+            needed, window = await page.run(WIDTHS)
+            assert needed <= window == width, url
+            colours.add((dark, await page.run(BACKGROUND)))
     assert len(colours) == 2, "one background for light and one for dark"
 
 
@@ -133,7 +151,7 @@ async def unfold(page, topic):
     await page.until(f"document.querySelector('[data-topic={topic}] .chart:last-child .drawing').data")
 
 
-async def test_report_opens_with_five_charts_and_folds_the_others_by_topic(pages, page):
+async def test_report_opens_with_five_charts_and_folds_the_others_by_topic_without_those_of_zeros(pages, page):
     await page.open(pages[0])
     first = await page.run(texts_of("#first h3"))
     assert first[0] == "Reward" and len(first) == 5
@@ -147,18 +165,12 @@ async def test_report_opens_with_five_charts_and_folds_the_others_by_topic(pages
     assert sentence == METRICS["entropy"].meaning + "."
     unit = await page.run(f"{drawing('Entropy')}.layout.yaxis.title.text")
     assert unit == METRICS["entropy"].unit
-
-
-async def test_report_lists_what_is_always_zero_in_place_of_charts(pages, page):
-    await page.open(pages[0])
-    zeros = await page.run("document.getElementById('zeros').textContent")
+    zeros = await page.run(text_of("#zeros"))
     assert zeros.startswith("Always 0") and all(key in zeros for key in ZEROS) and "grad_norm" not in zeros
-    assert "Partial rollouts" not in await page.run(texts_of(".chart h3"))
-    await unfold(page, "Loss")
+    assert "Partial rollouts" not in await page.run(texts_of(".chart h3")), "a list in place of charts"
     clipped = "Clipped, cut or masked tokens"
-    assert await lines_of(page, clipped, name="clip/fraction") == [] and await lines_of(
-        page, clipped, name="mask/fraction"
-    )
+    assert await lines_of(page, clipped, name="clip/fraction") == []
+    assert await lines_of(page, clipped, name="mask/fraction")
 
 
 async def test_report_draws_categories_as_bars(pages, page):
@@ -174,18 +186,15 @@ async def test_report_draws_categories_as_bars(pages, page):
 
 async def test_report_smooths_and_takes_the_axis_that_the_reader_chooses(pages, page):
     await page.open(pages[0])
-    await page.run(
-        "{ const at = document.getElementById('smooth'); at.value = 0.5; at.dispatchEvent(new Event('input')) }"
-    )
+    await page.run(given("smooth", 0.5))
     weights = [np.array([0.5**n for n in range(step)]) for step in range(1, 5)]
     expected = [float(np.arange(len(w), 0, -1) @ w / w.sum()) + 1e-3 for w in weights]
     raw = (await lines_of(page, "Throughput"))[0]
     assert len(raw[1]) == 4
     values = (await lines_of(page, "Reward", name="reward/mean"))[0][1]
     assert values == pytest.approx(expected), "weights 1, 1/2, 1/4, ... of the newest values"
-    choose = "{{ const at = document.getElementById('axis'); at.value = '{}'; at.dispatchEvent(new Event('change')) }}"
     for axis, factor in (("hours", 1 / 3600), ("tokens", None)):
-        await page.run(choose.format(axis))
+        await page.run(given("axis", axis, event="change"))
         x = (await lines_of(page, "Reward", name="reward/mean"))[0][0]
         sums = np.cumsum([step + 1e-3 for step in range(1, 5)]) * factor if factor else np.arange(1, 5) + 1e-3
         assert x == pytest.approx(list(sums), rel=1e-4)
@@ -205,13 +214,13 @@ async def test_report_zooms_all_charts_together_and_has_logarithmic_axes(pages, 
     await page.until(f"{drawing('Reward')}.layout.xaxis.range[0] === state.range[0]")
     await unfold(page, "Loss")
     assert await page.run(f"{drawing('Loss')}.layout.xaxis.range") == wanted, "charts that are opened later too"
-    await page.run("document.getElementById('reset').click()")
+    await page.run("$('reset').click()")
     await page.until(f"{drawing('Reward')}.layout.xaxis.range[0] <= 0.5")
     await page.run("document.querySelector('[data-title=Reward] .bar button').click()")
     await page.until(f"{drawing('Reward')}.layout.yaxis.type === 'log'")
 
 
-async def test_report_hides_a_run_and_shows_runs_next_to_each_other(pages, page):
+async def test_report_hides_a_run_and_shows_runs_and_their_starts_next_to_each_other(pages, page):
     await page.open(pages[0])
     assert len(await lines_of(page, "Reward", name="reward/mean")) == 2
     await page.run("document.querySelector('#runs button').click()")
@@ -221,36 +230,24 @@ async def test_report_hides_a_run_and_shows_runs_next_to_each_other(pages, page)
     assert facts[0] == "first" and facts[6] == "3", "1, 2, 3 and 4 tokens/s for as many seconds"
     differences = await page.run(text_of("#differences"))
     assert "optimizer.lr" in differences and "output_dir" not in differences
-
-
-async def test_report_names_command_and_commit_of_each_start(pages, page):
-    await page.open(pages[0])
     starts = await page.run(text_of("#starts"))
     assert "python -m async_rl.run optimizer.lr=0.002" in starts and "async_rl 0.1.0" in starts
 
 
 async def test_report_shows_the_phases_of_each_step(tmp_path, page):
     make_run(tmp_path, lr=1e-3)
-    trace = Trace(tmp_path / "trace.json")
-    spans = [("controller", "train", "wait", 0, 0.5, {"step": 1}), ("trainer-0", "rank", "optimizer", 0.5, 0.7, {})]
-    spans += [
-        ("controller", "train", "wait", 1, 1.25, {"step": 2}),
-        ("trainer-0", "rank", "forward_backward", 2, 3.5, {}),
-    ]
-    for number, (process, track, kind, start, end, args) in enumerate(spans):
-        name = {"name": kind, "cat": kind, "ph": "X", "pid": process, "tid": f"{process} {track} 0"}
-        event = name | {"ts": int(start * 1e6), "dur": round((end - start) * 1e6), "args": args}
-        with trace._path.open("a") as file:
-            file.write(json.dumps(event, separators=(",", ":")) + (",\n" if number < len(spans) else ""))
+    trace, at = Trace(tmp_path / "trace.json"), now()
+    for kind, start, end, step in (("wait", 0, 0.5, 1), ("wait", 1, 1.25, 2)):
+        trace.add("controller", [TimeSpan(kind, "train 0", at + start, at + end, {"step": step})])
+    for kind, start, end in (("optimizer", 0.5, 0.7), ("forward_backward", 2, 3.5)):
+        trace.add("trainer-0", [TimeSpan(kind, "rank 0", at + start, at + end, {})])
+    trace.write()
     assert report([str(tmp_path)]) == 0
     await page.open((tmp_path / "report.html").as_uri())
     await unfold(page, "Time")
-    found = {
-        name: (await lines_of(page, "Phases of a step", name=f"phase/{name}"))[0]
-        for name in ("wait", "optimizer", "other")
-    }
-    assert found["wait"] == ([1, 2], [0.5, 0.25]) and found["optimizer"] == ([1], [0.2])
-    assert found["other"][1] == pytest.approx([1 - 0.7, 2 - 1.75, 3, 4])
+    for name, seconds in {"wait": [0.5, 0.25], "optimizer": [0.2], "other": [1 - 0.7, 2 - 1.75, 3, 4]}.items():
+        (line,) = await lines_of(page, "Phases of a step", name=f"phase/{name}")
+        assert line == ([*range(1, 1 + len(seconds))], pytest.approx(seconds)), name
 
 
 async def test_report_links_to_rollouts(pages, page):
@@ -271,37 +268,22 @@ async def test_report_links_to_rollouts(pages, page):
 async def test_report_finds_metrics_by_name_and_meaning_and_draws_them(pages, page):
     await page.open(pages[0], width=390)
     shown = "[...document.querySelectorAll('#metric-table tr[data-words]:not([hidden])')].map((r) => r.textContent)"
-    search = (
-        "document.getElementById('metric-search').value = {!r};"
-        "document.getElementById('metric-search').dispatchEvent(new Event('input'))"
-    )
     everything = len(await page.run(shown))
     assert everything > len(METRICS)
-    await page.run(search.format("global norm"))
+    await page.run(given("metric-search", "global norm"))
     (found,) = await page.run(shown)
     assert found.startswith("grad_norm") and METRICS["grad_norm"].meaning in found
     await page.run("document.querySelector('#metric-table tr:not([hidden]) td.key button').click()")
     await page.until("document.querySelector('#metric-table .drawing')?.data?.length === 2")
     needed, window = await page.run(WIDTHS)
     assert needed <= window
-    await page.run(search.format("validation/success"))
+    await page.run(given("metric-search", "validation/success"))
     assert len(await page.run(shown)) == 1
-    await page.run(search.format(""))
+    await page.run(given("metric-search", ""))
     assert len(await page.run(shown)) == everything
 
 
 # ---- rollouts
-
-
-async def test_viewer_opens_with_the_newest_group_and_its_question_next_to_the_answer(pages, page):
-    await page.open(pages[1])
-    assert "Step 6, group 3" in await page.run(text_of("#bar h2"))
-    left, right = await page.run(
-        "['#question', '.card.chosen'].map((s) => document.querySelector(s).getBoundingClientRect().toJSON())"
-    )
-    assert left["right"] <= right["left"] and abs(left["top"] - right["top"]) < 20
-    assert "prompt of 3" in await page.run(text_of("#question"))
-    assert (await page.run(texts_of("#list .row div:nth-child(2)")))[0] == "prompt of 3", "the list has questions too"
 
 
 async def test_viewer_of_failed_rollouts_alone_is_not_empty(tmp_path, page):
@@ -311,8 +293,15 @@ async def test_viewer_of_failed_rollouts_alone_is_not_empty(tmp_path, page):
     assert "PromptError: x" in await page.run(text_of(".card.chosen"))
 
 
-async def test_viewer_filters_by_error_reward_stop_reason_step_and_text(pages, page):
+async def test_viewer_opens_with_the_newest_group_and_filters_by_error_reward_stop_reason_step_and_text(pages, page):
     await page.open(pages[1])
+    assert "Step 6, group 3" in await page.run(text_of("#bar h2")), "the newest group"
+    left, right = await page.run(
+        "['#question', '.card.chosen'].map((s) => document.querySelector(s).getBoundingClientRect().toJSON())"
+    )
+    assert left["right"] <= right["left"] and abs(left["top"] - right["top"]) < 20
+    assert "prompt of 3" in await page.run(text_of("#question"))
+    assert (await page.run(texts_of("#list .row div:nth-child(2)")))[0] == "prompt of 3", "the list has questions too"
     await page.until(count_is(10))
     await page.run(chosen("error", "all"))
     await page.until(count_is(2))
@@ -387,11 +376,9 @@ async def test_viewer_opens_the_rollout_of_a_link_and_shows_its_tokens(pages, pa
     assert "experts, layer 13, 7" in facts and "experts, layer 34, 300" in facts
     await page.run("document.querySelector('.card.chosen [data-i=\"4\"]').click()")
     assert "no row: the live router decides" in await page.run(text_of("#token"))
+    colours = "document.querySelector('#bar select')"
     for name in await page.run(texts_of("#bar option")):
-        await page.run(
-            f"document.querySelector('#bar select').value = {name!r};"
-            "document.querySelector('#bar select').dispatchEvent(new Event('change'))"
-        )
+        await page.run(f"{colours}.value = {name!r}; {colours}.dispatchEvent(new Event('change'))")
 
 
 CHAT = [
@@ -414,18 +401,14 @@ GEMMA = (
 async def test_viewer_shows_roles_in_place_of_the_tokens_of_a_template(pages, page):
     await page.open(pages[1])
     rendered = {"harmony": HARMONY, "gemma": GEMMA}
+    rendered["mixtral"] = build("mixtral").apply_chat_template(CHAT[1:], tokenize=False)
     for family in ("qwen", "glm", "deepseek", "llama", "olmo"):
         rendered[family] = build(family).apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     for family, text in rendered.items():
         parts = await page.run(f"messages_of({json.dumps(text)}, 'prompt')")
-        expected = [
-            [m["role"], m["content"] + ("/nothink" if family == "glm" and m["role"] == "user" else "")] for m in CHAT
-        ]
-        assert parts == expected, family
-    mixtral = build("mixtral").apply_chat_template(CHAT[1:], tokenize=False)
-    assert await page.run(f"messages_of({json.dumps(mixtral)}, 'prompt')") == [
-        [m["role"], m["content"]] for m in CHAT[1:]
-    ]
+        ends = {"user": "/nothink"} if family == "glm" else {}
+        expected = [[m["role"], m["content"] + ends.get(m["role"], "")] for m in CHAT]
+        assert parts == (expected[1:] if family == "mixtral" else expected), family
     assert await page.run("messages_of('no template', 'prompt')") == [["prompt", "no template"]]
 
 
@@ -469,7 +452,7 @@ async def test_hostile_texts_are_shown_as_texts(tmp_path, page):
     records = FailedRollouts(tmp_path / FOLDER, config=RecordConfig())
     records.add(failed(11, 0, error=HOSTILE), train_step=9)
     with (tmp_path / FOLDER / "failed-000009.jsonl").open("a") as file:
-        file.write(json.dumps(vars_of(failed(12, 0, error=HOSTILE))) + "\n")
+        file.write(json.dumps(asdict(failed(12, 0, error=HOSTILE))) + "\n")
     assert report([str(tmp_path)]) == 0 and view([str(tmp_path)]) == 0
     for name, selectors in (
         ("report.html", ("#starts", "#drop-tables", "#config-table")),
@@ -480,10 +463,6 @@ async def test_hostile_texts_are_shown_as_texts(tmp_path, page):
         for selector in selectors:
             assert "<img src=x onerror=" in await page.run(text_of(selector)), (name, selector)
         assert await page.run("document.images.length") == 0 and "broken" not in await page.run("document.title")
-
-
-def vars_of(rollout):
-    return {name: getattr(rollout, name) for name in rollout.__dataclass_fields__}
 
 
 async def test_viewer_of_ten_thousand_rollouts_says_what_it_leaves_out(tmp_path, page, monkeypatch):

@@ -6,7 +6,7 @@ import json
 from agent_loop.timeline import TimeSpan, now
 from async_rl.metrics import trace as module
 from async_rl.metrics.trace import Trace, read_trace
-from tests.helpers.traces import check_nesting, check_trace
+from tests.helpers.traces import check_nesting
 
 
 def spans_of(path):
@@ -71,22 +71,3 @@ async def test_trace_keeps_the_newest_spans_within_its_bound(tmp_path, monkeypat
             pass
         trace.write()
     assert len(warnings) == 1 and str(path) in warnings[0]
-
-
-async def test_flows_connect_the_spans_of_a_group_from_admission_to_publish(tmp_path):
-    trace = Trace(tmp_path / "trace.json")
-    for group in range(2):
-        with trace.span("admit") as span:
-            span.args["group"] = group
-        with trace.span("rollout", group=group):
-            started = now()
-            spans = [TimeSpan("trajectory", f"rollout {n}", started, now(), {"group": group}) for n in range(2)]
-            trace.add("worker-0", spans)
-        trace.end(trace.start("queue", group=group))
-    with trace.span("train", step=1, groups=[0, 1]):
-        pass
-    with trace.span("publish", version=1, groups=[0, 1]):
-        pass
-    trace.write()
-    kinds = check_trace(tmp_path, trained=[0, 1])
-    assert kinds == {"controller": {"admit", "rollout", "queue", "train", "publish"}, "worker-0": {"trajectory"}}

@@ -25,10 +25,9 @@ CONFIG = {"seed": 3, "loss": {"name": "tis"}}
 @pytest.fixture(autouse=True)
 def places(tmp_path, monkeypatch):
     """Folders for what clients write next to the run."""
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path / "trackio", raising=True)
@@ -100,11 +99,17 @@ def in_wandb(directory):
     return [(line["train_step"], line["reward/mean"]) for line in history if "reward/mean" in line]
 
 
-def in_mlflow(directory):
+def run_of_mlflow():
+    """(client, its only run)."""
     from mlflow import MlflowClient
 
     client = MlflowClient()
     (run,) = client.search_runs([client.get_experiment_by_name("async_rl").experiment_id])
+    return client, run
+
+
+def in_mlflow(directory):
+    client, run = run_of_mlflow()
     assert run.info.run_name == "mine" and run.info.status == "FINISHED"
     assert run.data.params == {"seed": "3", "loss.name": "tis"}
     table = client.load_table(run.info.experiment_id, f"{TABLE}.json")
@@ -138,17 +143,9 @@ def test_a_tracker_has_metrics_and_rollouts_and_a_resumed_run_continues_it(read,
 
 
 def test_a_run_of_mlflow_is_running_until_its_end(tmp_path):
-    from mlflow import MlflowClient
-
     found = []
-
-    def status(_tracker):
-        client = MlflowClient()
-        (run,) = client.search_runs([client.get_experiment_by_name("async_rl").experiment_id])
-        found.append(run.info.status)
-
     for step in (0, 1):  # new, and resumed after its end
-        track(tmp_path, "mlflow", train_step=step, during=status)
+        track(tmp_path, "mlflow", train_step=step, during=lambda _: found.append(run_of_mlflow()[1].info.status))
     assert found == ["RUNNING", "RUNNING"]
 
 
@@ -166,10 +163,8 @@ def test_prometheus_reads_the_newest_values(tmp_path, unused_tcp_port):
     with urllib.request.urlopen(f"http://{address}/metrics") as page:
         families = text_string_to_metric_families(page.read().decode())
     values = {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
-    assert values == {
-        "async_rl_reward_mean": ({"run": "mine"}, 0.2),
-        "async_rl_train_step": ({"run": "mine"}, 2.0),
-    }
+    labels = {"run": "mine"}
+    assert values == {"async_rl_reward_mean": (labels, 0.2), "async_rl_train_step": (labels, 2.0)}
     made.close()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://{address}/metrics")
@@ -199,9 +194,8 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on():
         raise SystemExit("no server")
 
     sound, failing, warnings = Failing(), Failing([1, 2, "close"]), []
-    made = Trackers(
-        {"absent": absent, "failing": lambda: failing, "sound": lambda: sound}, warn=warnings.append, samples=1
-    )
+    kinds = {"absent": absent, "failing": lambda: failing, "sound": lambda: sound}
+    made = Trackers(kinds, warn=warnings.append, samples=1)
     for step in (1, 2, 3):
         made.log({"x": step, "y": math.inf}, step)
     made.table(iter(ROWS), 3)
@@ -239,26 +233,20 @@ def test_a_tracker_that_hangs_delays_neither_the_run_nor_its_end(monkeypatch):
 
 
 def test_trackers_that_cannot_be_used_are_named(monkeypatch, unused_tcp_port_factory):
-    everything = TrackingConfig(
-        trackers=["tensorboard", "wandb", "mlflow", "trackio", "prometheus"],
-        prometheus_address=f"127.0.0.1:{unused_tcp_port_factory()}",
-    )
-    assert list(tracker_problems(everything)) == []
+    names = ["tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
+    address = f"127.0.0.1:{unused_tcp_port_factory()}"
+    assert list(tracker_problems(TrackingConfig(trackers=names, prometheus_address=address))) == []
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr("wandb.api._api_key", None, raising=False)
     monkeypatch.setitem(trackers.MODULES, "trackio", "no_such_package")
-    used = TrackingConfig(trackers=everything.trackers, prometheus_address="203.0.113.1:80")
-    problems = list(tracker_problems(used))
+    problems = tracker_problems(TrackingConfig(trackers=names, prometheus_address="203.0.113.1:80"))
     ways = ("WANDB_API_KEY", "MLFLOW_TRACKING_URI", "extra trackers", "tracking.prometheus_address is 203.0.113.1:80")
-    assert len(problems) == len(ways)
-    for problem, way in zip(problems, ways, strict=True):
-        assert way in problem
+    assert all(way in problem for problem, way in zip(problems, ways, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("trackers", ["wandb", "wandb"]), ("samples", -1), ("prometheus_address", "9464")],
+    ("field", "value"), [("trackers", ["wandb", "wandb"]), ("samples", -1), ("prometheus_address", "9464")]
 )
 def test_a_wrong_value_is_refused_with_its_field(field, value):
     with pytest.raises(ValueError, match=f"tracking.{field} is"):

@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.files.rollouts import FOLDER, FailedRollout, FailedRollouts, RecordConfig, recorded_steps, write_step
 from async_rl.metrics.viewer import CHUNK_ROWS
+from async_rl.trainer.recording import _PER_TOKEN, _ROW
 from async_rl.view import main
 
 SCRIPT = re.compile(r'<script type="text/plain" id="([\w-]+)">(.*?)</script>', re.S)
@@ -20,61 +21,43 @@ TEXT = "<tool_call>x</tool_call> </script> \0 \1 ü"
 def row(step, group, number, *, tokens=5, path=0, agent="policy"):
     """A row with 2 prompt tokens; the last two of the others are trained, the first is too old."""
     sampled = tokens - 2
-    failed = tokens == 0
-    return {
+    made = {
         "train_step": step,
         "group": group,
         "trajectory": number,
         "path": path,
         "agent": agent,
         "reward": 0.5 * number,
-        "advantage": None if failed else 0.25,
-        "stop_reason": "error" if failed else "stop",
-        "prompt": None if failed else f"prompt of {group}",
+        "stop_reason": "error",
         "info": [("turns", 1.0)],
-        "turns": [] if failed else [{"text": TEXT, "reply": "seen", "tool_calls": []}],
-        "segments": []
-        if failed
-        else [
-            {"start": 2, "tokens": sampled, "param_version": 7, "staleness": 3, "replica": "r", "stop_reason": "stop"}
-        ],
+        "turns": [],
+        "segments": [],
+    }
+    if tokens == 0:
+        return made | {key: [] for key in ("token_ids", *_PER_TOKEN, "effect")}
+    segment = {"start": 2, "tokens": sampled, "param_version": 7, "staleness": 3, "replica": "r", "stop_reason": "stop"}
+    experts = [[[i, 7], [i + 1, 300]] for i in range(tokens - 1)] + [[[-1] * 2] * 2]
+    return made | {
+        "advantage": 0.25,
+        "stop_reason": "stop",
+        "prompt": f"prompt of {group}",
+        "turns": [{"text": TEXT, "reply": "seen", "tool_calls": []}],
+        "segments": [segment],
         "token_ids": list(range(step, step + tokens)),
-        "behaviour_logprobs": [] if failed else [None, None, *np.linspace(-1, -2, sampled)],
-        "proximal_logprobs": [] if failed else [None, None, None, *[-1.25] * (sampled - 1)],
-        "logprobs": [] if failed else [None, None, None, *[-1.5] * (sampled - 1)],
-        "gradient_share": [] if failed else [None, None, None, *[0.125] * (sampled - 1)],
-        "effect": [] if failed else [None, None, "too_old", *["trained"] * (sampled - 1)],
-        "routed_experts": None
-        if failed or number
-        else [[[i, 7], [i + 1, 300]] for i in range(tokens - 1)] + [[[-1] * 2] * 2],
+        "behaviour_logprobs": [None, None, *np.linspace(-1, -2, sampled)],
+        "proximal_logprobs": [None, None, None, *[-1.25] * (sampled - 1)],
+        "logprobs": [None, None, None, *[-1.5] * (sampled - 1)],
+        "gradient_share": [None, None, None, *[0.125] * (sampled - 1)],
+        "effect": [None, None, "too_old", *["trained"] * (sampled - 1)],
+        "routed_experts": None if number else experts,
     }
 
 
-LOGPROBS = ("behaviour_logprobs", "proximal_logprobs", "logprobs")
 SCHEMA = pa.schema(
     [
-        *((name, pa.int64()) for name in ("train_step", "group", "trajectory", "path")),
-        *((name, pa.float64()) for name in ("reward", "advantage")),
-        *((name, pa.string()) for name in ("agent", "stop_reason", "prompt")),
-        ("info", pa.map_(pa.string(), pa.float64())),
-        (
-            "turns",
-            pa.list_(pa.struct([("text", pa.string()), ("reply", pa.string()), ("tool_calls", pa.list_(pa.string()))])),
-        ),
-        (
-            "segments",
-            pa.list_(
-                pa.struct(
-                    [
-                        *((name, pa.int64()) for name in ("start", "tokens", "param_version", "staleness")),
-                        *((name, pa.string()) for name in ("replica", "stop_reason")),
-                    ]
-                )
-            ),
-        ),
+        *_ROW,
         ("token_ids", pa.list_(pa.int32())),
-        *((name, pa.list_(pa.float32())) for name in LOGPROBS),
-        ("gradient_share", pa.list_(pa.float32())),
+        *((name, pa.list_(pa.float32())) for name in _PER_TOKEN),
         ("effect", pa.list_(pa.dictionary(pa.int8(), pa.string()))),
         ("routed_experts", pa.list_(pa.list_(pa.list_(pa.int16(), 2), 2))),
     ],
@@ -87,10 +70,16 @@ def write(run, step, rows):
 
 
 def unpacked(run):
-    """Meta data of the page and the content of its other scripts, by name."""
+    """Meta data of the page, its columns, its texts, and the content of its other scripts, by name."""
     page = (run / "rollouts.html").read_text()
     meta = json.loads(re.search(r'id="meta">(.*?)</script>', page, re.S)[1])
-    return meta, {name: gzip.decompress(base64.b64decode(coded)) for name, coded in SCRIPT.findall(page)}
+    scripts = {name: gzip.decompress(base64.b64decode(coded)) for name, coded in SCRIPT.findall(page)}
+    types = [(name, "<f4" if kind == "float" else "<i4") for name, kind in meta["columns"]]
+    columns = {
+        name: np.frombuffer(scripts["columns"], kind, meta["rows"], 4 * meta["rows"] * i).tolist()
+        for i, (name, kind) in enumerate(types)
+    }
+    return meta, columns, scripts.pop("texts").decode().split("\0"), scripts
 
 
 @pytest.fixture
@@ -103,28 +92,23 @@ def run(tmp_path):
 def test_view_writes_a_page_with_every_row_and_its_text(run, capsys):
     assert main([str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "rollouts.html")
-    meta, scripts = unpacked(run)
+    meta, columns, texts, scripts = unpacked(run)
     rows = CHUNK_ROWS + 9
     assert (meta["rows"], meta["chunks"]) == (rows, [0, 3, CHUNK_ROWS + 3])
     assert len(scripts["columns"]) == 4 * rows * len(meta["columns"])
-    columns = {
-        name: np.frombuffer(scripts["columns"], "<f4" if kind == "float" else "<i4", rows, 4 * rows * i)
-        for i, (name, kind) in enumerate(meta["columns"])
-    }
-    assert columns["step"].tolist() == [4] * 3 + [2] * (rows - 3)
-    assert columns["length"].tolist()[:3] == [5, 0, 9] and columns["staleness"].tolist()[:3] == [3, 0, 3]
+    assert columns["step"] == [4] * 3 + [2] * (rows - 3)
+    assert columns["length"][:3] == [5, 0, 9] and columns["staleness"][:3] == [3, 0, 3]
     assert [meta["stops"][i] for i in columns["stop"][:3]] == ["stop", "error", "stop"]
-    assert columns["reward"].tolist()[3:6] == [0.0, 0.5, 1.0] and np.isnan(columns["advantage"][1])
+    assert columns["reward"][3:6] == [0.0, 0.5, 1.0] and np.isnan(columns["advantage"][1])
     prompts = scripts["prompts"].decode().split("\0")
     assert [prompts[i] if i >= 0 else None for i in columns["prompt"][:3]] == ["prompt of 1", None, "prompt of 2"]
-    texts = scripts["texts"].decode().split("\0")
     said = TEXT.replace("\0", "").replace("\1", "")
     assert texts[:3] == [f"{said}\1seen", "", f"{said}\1seen"] and len(texts) == rows
 
 
 def test_chunks_hold_the_values_of_each_token(run):
     assert main([str(run)]) == 0
-    meta, scripts = unpacked(run)
+    meta, _, _, scripts = unpacked(run)
     data = scripts["chunk-0"]
     size = int.from_bytes(data[:4], "little")
     header = json.loads(data[4 : 4 + size])
@@ -142,13 +126,8 @@ def test_chunks_hold_the_values_of_each_token(run):
     assert np.isnan(engine[:2]).all() and engine[2:5].tolist() == [-1, -1.5, -2]
     assert np.isnan(proximal[:3]).all() and (engine + proximal)[3:5].tolist() == [-1.25] * 2
     assert (engine + current)[3:5].tolist() == [-1.5] * 2
-    assert [meta["effects"][code - 1] if code else None for code in effects[:5]] == [
-        None,
-        None,
-        "too_old",
-        "trained",
-        "trained",
-    ]
+    named = [meta["effects"][code - 1] if code else None for code in effects[:5]]
+    assert named == [None, None, "too_old", "trained", "trained"]
 
 
 def failed(group, number, *, error, kind="KeyError", line=""):
@@ -174,20 +153,12 @@ def test_failed_rollouts_complete_their_rows_or_are_rows_of_their_own(run):
     records.add(failed(8, 0, error="RewardError: no unit", line=place.format(12)), train_step=2)
     records.add(failed(10, 2, error="EngineTimeout: slow", kind="EngineTimeout"), train_step=4)
     assert main([str(run)]) == 0
-    meta, scripts = unpacked(run)
-    rows = CHUNK_ROWS + 12
-    columns = {
-        name: np.frombuffer(scripts["columns"], "<i4", rows, 4 * rows * i).tolist()
-        for i, (name, _) in enumerate(meta["columns"])
-    }
-    assert [(columns["step"][i], columns["group"][i]) for i in range(6)] == [
-        *((4, 10), (4, 1), (4, 1), (4, 2)),
-        *((2, 8), (2, 9)),
-    ]
+    meta, columns, texts, scripts = unpacked(run)
+    places = list(zip(columns["step"], columns["group"], strict=True))
+    assert places[:6] == [(4, 10), (4, 1), (4, 1), (4, 2), (2, 8), (2, 9)]
     errors = [meta["errors"][i] if i >= 0 else None for i in columns["error"][:6]]
     line = "KeyError, own.py:{} in score"
     assert errors == ["EngineTimeout", None, line.format(7), None, line.format(12), line.format(7)]
-    texts = scripts["texts"].decode().split("\0")
     assert texts[2] == "said\1seen\3KeyError: 'unit' (/a/own.py:7 in score)" == texts[5]
     assert columns["length"][2] == 11 and columns["prompt"][2] == columns["prompt"][1]
     assert len(meta["chunks"]) == len([name for name in scripts if name.startswith("chunk-")]) == 5
@@ -198,7 +169,7 @@ def test_view_leaves_out_a_damaged_file_with_a_note(run, capsys):
     path.write_bytes(path.read_bytes()[:-40])
     assert main([str(run)]) == 0
     assert str(path) in capsys.readouterr().err
-    meta, _ = unpacked(run)
+    meta, *_ = unpacked(run)
     assert meta["rows"] == 3 and str(path) in meta["notes"][0]
 
 

@@ -97,7 +97,7 @@ def test_step_at_the_limit_of_the_trainer_with_the_staleness_of_the_bound():
         ({"checkpoint_every": 2, "checkpoint_s": 1.0}, {"train_s": 3.0}, 3.5),
         ({}, {"train_s": 3.0, "export_s": 1.0, "bound": 3, "publish": {"every": 2}}, 3.5),
         ({"slow_replica": 5.0}, {"bound": 0}, 5.0),
-        ({"failed": 0.5}, {"bound": 3, "groups": 256, "group": 1, "max_running": 4}, 2 * 16),
+        ({"failed": 0.5}, {"bound": 3, "groups": 64, "group": 1, "max_running": 4}, 2 * 4),
         ({"validation_trajectories": 32}, {"max_running": 8, "bound": 0}, 2.0),
     ],
 )
@@ -162,7 +162,7 @@ def test_s_max_of_exponential_lengths_and_a_run_that_reaches_it():
     generation, train = 0.01 * 1000 * harmonic, 10.0
     g = generation / (generation + train)
     expected = 1 / (1 - g + g / harmonic)
-    plan = make_plan(described, steps=120, search=False)
+    plan = make_plan(described, steps=60, search=False)
     assert plan.given.s_max == pytest.approx(expected, rel=CLOSE)
     assert plan.given.speed_up == pytest.approx(expected, rel=CLOSE)
 
@@ -197,7 +197,7 @@ def test_length_bias_of_policies_under_long_tails():
     def bias(policy):
         lengths = Distribution(kind="lognormal", mean=400, cv=2, maximum=8000)
         described = describe(policy=policy, lengths=lengths, bound=1, train_s=1.0, groups=16, group=1)
-        return simulate(described, steps=120).length_bias
+        return simulate(described, steps=40).length_bias
 
     assert bias("wait") == pytest.approx(1)
     assert bias("drop") < 0.95
@@ -214,7 +214,7 @@ def test_trajectories_of_a_dropped_group_leave_the_replicas():
 def test_part_of_a_cluster_stands_for_the_whole(monkeypatch):
     lengths = Distribution(kind="lognormal", mean=400, cv=1.5, maximum=8000)
     described = describe(
-        bound=2, lengths=lengths, groups=96, group=4, cluster={"gpus": 64, "train_gpus": 32}, train_tokens_per_s=50
+        bound=2, lengths=lengths, groups=36, group=4, cluster={"gpus": 24, "train_gpus": 12}, train_tokens_per_s=50
     )
     whole = [simulate(described, steps=24), simulate_synchronous(described, steps=24)]
     monkeypatch.setattr(simulation, "MAX_REPLICAS", 4)

@@ -33,13 +33,10 @@ def prompt(index):
 
 
 class FakeWorker(InProcess):
-    """A worker whose rolls end when a test ends them.
+    """A worker whose rolls end when a test ends them. rolled: groups. calls: all others."""
 
-    rolled: groups. calls: all others.
-    """
-
-    def __init__(self, name):
-        self.name = name
+    def __init__(self, name, *, may_join=None):
+        self.name, self._may_join = name, may_join
         self.rolled, self.calls = [], []
         self.reports = asyncio.Queue()
         self._ends = {}
@@ -69,19 +66,8 @@ class FakeWorker(InProcess):
         if self.name == "dies in a validation":
             self.die()
             self._answer()
-        rollouts = [
-            ValidationRollout(
-                reward=float(prompt.index),
-                tokens=place,
-                cut_off=False,
-                error=None,
-                prompt="",
-                response="",
-                min_version=3,
-                max_version=4,
-            )
-            for place, prompt in prompts
-        ]
+        same = {"cut_off": False, "error": None, "prompt": "", "response": "", "min_version": 3, "max_version": 4}
+        rollouts = [ValidationRollout(reward=float(prompt.index), tokens=place, **same) for place, prompt in prompts]
         return rollouts, [TimeSpan("validation", "validation 0", 0.0, 1.0, {"round": number})]
 
     async def follow(self, replicas):
@@ -89,6 +75,8 @@ class FakeWorker(InProcess):
 
     async def adopt(self, tools_paused, avoided):
         self._answer("adopt", tools_paused, sorted(avoided))
+        if self._may_join is not None:
+            await self._may_join.wait()
 
     async def forget(self, groups):
         self._answer("forget", list(groups))
@@ -118,6 +106,7 @@ class Started:
         self.notes, self.removed, self.started = [], [], []
         self.may_remove = asyncio.Event()
         self.may_remove.set()
+        self.may_join = None
         config = SupervisionConfig(max_restarts=max_restarts)
         self.dispatcher = Dispatcher(
             list(self.workers.values()), pool=self.pool, processes=self, config=config, note=self.notes.append
@@ -129,8 +118,8 @@ class Started:
 
     async def start_worker(self, *, slot, name, pool):
         self.started.append((slot, name))
-        made = self.workers[name] = FakeWorker(name)
-        return made
+        self.workers[name] = FakeWorker(name, may_join=self.may_join)
+        return self.workers[name]
 
     async def __aenter__(self):
         self.watch = asyncio.create_task(self.dispatcher.watch())
@@ -199,37 +188,20 @@ async def test_without_restarts_the_death_of_the_last_worker_ends_the_run():
         assert isinstance(caught.value.exceptions[0], WorkerLostError)
 
 
-async def test_a_new_worker_starts_no_tool_during_a_publish():
+@pytest.mark.parametrize("joins", ["during the publish", "after the publish"])
+async def test_a_new_worker_starts_no_tool_during_a_publish(joins):
     async with Started("worker-0") as run:
+        may_join = asyncio.Event()
+        run.may_join = may_join if joins == "after the publish" else None
         await run.dispatcher.pause()
         run.workers["worker-0"].die()
         await turns(200)
-        assert ("adopt", True, []) in run.workers["worker-1"].calls
+        asked = run.workers["worker-1"].calls
+        assert ("adopt", True, []) in asked
         await run.dispatcher.resume()
-        assert ("adopt", False, []) in run.workers["worker-1"].calls
-
-
-async def test_a_new_worker_starts_tools_if_the_publish_ends_before_it_joins():
-    async with Started("worker-0") as run:
-        may_answer = asyncio.Event()
-
-        class Slow(FakeWorker):
-            async def adopt(self, tools_paused, avoided):
-                await super().adopt(tools_paused, avoided)
-                await may_answer.wait()
-
-        async def start_worker(*, slot, name, pool):
-            made = run.workers[name] = Slow(name)
-            return made
-
-        run.start_worker = start_worker
-        await run.dispatcher.pause()
-        run.workers["worker-0"].die()
+        may_join.set()
         await turns(200)
-        await run.dispatcher.resume()
-        may_answer.set()
-        await turns(200)
-        assert [call[1] for call in run.workers["worker-1"].calls if call[0] == "adopt"] == [True, False]
+        assert [call[1] for call in asked if call[0] == "adopt"] == [True, False]
 
 
 async def test_all_workers_and_a_new_one_avoid_the_same_replicas():

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -57,9 +58,8 @@ async def test_content_that_is_missing_makes_a_ready_group_incomplete(place, tmp
     assert stored.incomplete == {3} and not stored.notes
     assert (await read_content(place, restored(ready=[1, 2]))).incomplete == {2}
     assert (await read_content(replace(place, directory=tmp_path / "no"), restored(ready=[1]))).incomplete == {1}
-    assert (await read_content(place, restored(ready=[1], trajectories=2))).incomplete == {1}, (
-        "one replaced a failed one"
-    )
+    replaced = await read_content(place, restored(ready=[1], trajectories=2))
+    assert replaced.incomplete == {1}, "one replaced a failed one"
 
 
 async def test_contents_are_removed_once_a_checkpoint_holds_their_step(place, tmp_path):
@@ -98,9 +98,7 @@ async def test_contents_of_a_restart_get_a_new_writer_and_lose_settled_files(pla
 
 
 async def test_a_flush_does_not_wait_for_a_replica_that_is_silent():
-    replica = FakeEngine(SCRIPT)
-    pool = ReplicaPool([replica])
-    asked = []
+    pool, asked = ReplicaPool([replica := FakeEngine(SCRIPT)]), []
 
     async def stats():
         asked.append(True)
@@ -113,9 +111,6 @@ async def test_a_flush_does_not_wait_for_a_replica_that_is_silent():
 
 
 def worker_of(pool, *, replies_s=10.0):
-    def rollouter(log):
-        return Rollouter(loop=None, routing=None, trajectories_per_group=1, log=log)
-
-    return RolloutWorker(
-        "worker-0", rollouter=rollouter, validator=None, gate=PauseGate(), pool=pool, replies_s=replies_s
-    )
+    rollouter = partial(Rollouter, loop=None, routing=None, trajectories_per_group=1)
+    parts = {"rollouter": lambda log: rollouter(log=log), "validator": None, "gate": PauseGate()}
+    return RolloutWorker("worker-0", pool=pool, replies_s=replies_s, **parts)

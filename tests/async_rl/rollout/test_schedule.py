@@ -2,13 +2,10 @@
 
 import asyncio
 import json
-import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest
 from agent_loop.loop import Message, Prompt
@@ -21,7 +18,6 @@ from async_rl.rollout.schedule import (
     scheduled_groups,
     spans_of,
 )
-from async_rl.simulator.virtual_time import run_in_virtual_time
 from message_queue.heads import head_of
 from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import StopReason
@@ -93,30 +89,18 @@ def test_the_order_of_prompts_in_a_schedule_is_that_of_admission():
     assert [(p.index, p.messages[0].content) for p in map(order, (0, 1))] == [(0, "11"), (1, "4")]
 
 
-async def a_while(chance):
-    for _ in range(chance.randint(0, 6)):
-        await asyncio.sleep(0)
-
-
 class Engine:
     """Samples until the budget, or until `lengths` of the session is reached."""
 
-    def __init__(self, lengths, chance=None):
-        self.version = 0
-        self._chance = chance or random.Random(0)
-        self.sampled = Counter()
-        self.by_version = {}
-        self._lengths = lengths
+    def __init__(self, lengths):
+        self.version, self._left, self.by_version = 0, dict(lengths), {}
 
     async def generate(self, request):
-        await a_while(self._chance)
-        version, session = self.version, request.session
-        left = self._lengths[session] - self.sampled[session]
-        count = min(left, request.max_new_tokens)
-        self.sampled[session] += count
-        self.by_version.setdefault(session, Counter())[version] += count
-        reason = StopReason.STOP if count == left else StopReason.LENGTH
-        return [segment(count, version=version, stop_reason=reason)]
+        count = min(self._left[request.session], request.max_new_tokens)
+        self._left[request.session] -= count
+        self.by_version.setdefault(request.session, Counter())[self.version] += count
+        reason = StopReason.LENGTH if self._left[request.session] else StopReason.STOP
+        return [segment(count, version=self.version, stop_reason=reason)]
 
 
 class Loop:
@@ -136,90 +120,6 @@ class Loop:
 
 def name(group, number):
     return f"g{group}-t{number}"
-
-
-async def conduct(schedule, engine, schedule_replay, *, chance):
-    """A pipeline with a trainer that is always ready; returns the batches of positions."""
-    loop = schedule_replay.loop(Loop(schedule_replay.engine(engine)))
-    ready, batches = asyncio.Queue(), []
-
-    async def roll(position):
-        await asyncio.gather(
-            *(
-                loop.run(None, trajectory=None, session=name(position, number), cache_salt="")
-                for number in range(schedule.trajectories_per_group)
-            )
-        )
-        await schedule_replay.may_put(position)
-        await ready.put(position)
-
-    async def feed(rolls):
-        for position in range(len(schedule.groups)):
-            await a_while(chance)
-            await schedule_replay.may_admit(position)
-            now = engine.version
-            schedule_replay.admitted(
-                Admission(group=position, prompt=position, admitted_version=now, admitted_update=now)
-            )
-            rolls.create_task(roll(position))
-
-    async def train():
-        for step in range(1, schedule.train_steps + 1):
-            batches.append([await ready.get() for _ in range(schedule.batch_groups)])
-            schedule_replay.taken()
-            asyncio.get_running_loop().create_task(load(step))
-
-    async def load(update):
-        await schedule_replay.may_load(update)
-        engine.version = update
-        schedule_replay.loaded(update)
-
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(feed(tasks))
-        tasks.create_task(train())
-    return batches
-
-
-@st.composite
-def schedules(draw):
-    """Of a run with a bound of three: each group trained within three updates of its admission."""
-    steps, size = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    groups = []
-    for step in range(1, steps + 1):
-        for _ in range(size):
-            admitted = draw(st.integers(max(0, step - 1 - 3), step - 1))
-            spans = []
-            for _ in range(2):
-                updates = sorted(draw(st.sets(st.integers(admitted, step - 1), min_size=1, max_size=3)))
-                spans.append(tuple((update, draw(st.integers(1, 9))) for update in updates))
-            groups.append((admitted, draw(st.randoms()).random(), step, tuple(spans)))
-    groups.sort(key=lambda group: group[:2])
-    return RunSchedule(
-        [scheduled(i, *spans, admitted=admitted, step=step) for i, (admitted, _, step, spans) in enumerate(groups)]
-    )
-
-
-@given(schedule=schedules(), seed=st.integers(0, 99))
-def test_a_run_that_keeps_to_a_schedule_samples_and_trains_by_it(schedule, seed):
-    chance = random.Random(seed)
-    planned = {
-        name(group.group, number): spans for group in schedule.groups for number, spans in enumerate(group.spans)
-    }
-    lengths = {session: max(1, sum(n for _, n in spans) + chance.randint(-6, 6)) for session, spans in planned.items()}
-    engine = Engine(lengths, chance)
-    schedule_replay = ScheduleReplay(schedule, session=name)
-    batches = run_in_virtual_time(conduct(schedule, engine, schedule_replay, chance=chance))
-    steps = {group.group: group.train_step for group in schedule.groups}
-    assert [[steps[g] for g in batch] for batch in batches] == [
-        [step] * schedule.batch_groups for step in range(1, schedule.train_steps + 1)
-    ]
-    for session, spans in planned.items():
-        expected, left = Counter(), lengths[session]
-        for at, (update, tokens) in enumerate(spans):
-            count = left if at == len(spans) - 1 else min(left, tokens)
-            expected[update] += count
-            left -= count
-        assert +engine.by_version[session] == +expected
 
 
 def test_a_dropped_group_ends_a_run_that_keeps_to_a_schedule():
@@ -246,3 +146,27 @@ async def test_a_restart_resumes_within_the_spans_of_the_schedule():
     schedule_replay.loaded(2)
     await decode
     assert engine.by_version[name(0, 0)] == {1: 3, 2: 47}
+
+
+async def test_a_prompt_is_admitted_once_the_scheduled_weights_serve_and_never_after_the_last():
+    schedule = RunSchedule([scheduled(0, ((0, 1),)), scheduled(1, ((2, 1),), admitted=2)])
+    schedule_replay = ScheduleReplay(schedule, session=name)
+    await schedule_replay.may_admit(0)
+    waits = [asyncio.create_task(schedule_replay.may_admit(number)) for number in (1, 2)]
+    for update in (1, 2, 3):
+        await asyncio.wait(waits, timeout=0.01)
+        assert [wait.done() for wait in waits] == [update == 3, False]
+        schedule_replay.loaded(update)
+    waits[1].cancel()
+
+
+async def test_weights_are_loaded_once_all_groups_before_them_are_admitted_and_sampled():
+    schedule_replay = ScheduleReplay(RunSchedule([scheduled(0, ((0, 1),)), scheduled(1, ((0, 1),))]), session=name)
+    load = asyncio.create_task(schedule_replay.may_load(1))
+    for group in range(2):
+        schedule_replay.admitted(Admission(group=group, prompt=group, admitted_version=0, admitted_update=0))
+        await asyncio.sleep(0.01)
+        assert not load.done()
+        schedule_replay.ended(name(group, 0))
+        await asyncio.sleep(0.01)
+        assert load.done() == (group == 1)

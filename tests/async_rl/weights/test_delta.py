@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.weights.delta import DeltaError, decode, encode
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import digest_of
 from benchmarks.publishes import adam_versions, change_entropy
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -30,21 +30,14 @@ def same_bits(one, other):
     )
 
 
-def digest_of(tensors):
-    digest = WeightsDigest()
-    for name, tensor in tensors:
-        digest.update(name, tensor)
-    return digest.hexdigest()
-
-
 def both_ways(tensors, base):
     """Encode and decode; returns the encoded bytes."""
-    digest = digest_of(base.items())
+    digest = digest_of(base.items()).hexdigest()
     data = encode(tensors, base=base, base_digest=digest)
     decoded = decode(data, base=base, base_digest=digest)
     assert [name for name, _ in decoded] == [name for name, _ in tensors]
     assert all(same_bits(got, sent) for (_, got), (_, sent) in zip(decoded, tensors, strict=True))
-    assert digest_of(base.items()) == digest, "the base is not modified"
+    assert digest_of(base.items()).hexdigest() == digest, "the base is not modified"
     return data
 
 
@@ -68,23 +61,6 @@ def test_delta_keeps_every_bit_of_any_dtype(bucket):
     both_ways(*bucket)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "bits"),
-    [
-        (torch.bfloat16, np.arange(1 << 16, dtype=np.uint16)),
-        (torch.float16, np.arange(1 << 16, dtype=np.uint16)),
-        (torch.float8_e4m3fn, np.arange(1 << 8, dtype=np.uint8)),
-        (torch.float32, np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00001, 0xFF812345, 1], np.uint32)),
-    ],
-)
-def test_delta_keeps_nan_payloads_signed_zeros_and_infinities(dtype, bits):
-    """Each bit pattern becomes another one, among three that stay so that the tensor is not dense."""
-    old, new = np.repeat(bits, 4), np.repeat(bits, 4)
-    new[::4] = np.random.default_rng(0).permutation(bits)
-    old, new = (from_bits(of.view(np.uint8), dtype, (len(old),)) for of in (old, new))
-    assert len(both_ways([("a", new)], {"a": old})) < new.nbytes or len(bits) < 100
-
-
 @pytest.mark.parametrize("every", [254, 255, 256, 257, 510, 511, 512, 65_537, 1_000_003])
 def test_delta_keeps_gaps_of_any_length(every):
     old = torch.zeros((1 << 21) + 5, dtype=torch.uint8)
@@ -100,14 +76,10 @@ def test_delta_of_strided_tensors_is_that_of_their_values():
     new[1, 2] = -1.0
     assert not new.is_contiguous()
     both_ways([("a", new)], {"a": old})
-
-
-def test_delta_of_one_value_with_any_stride():
-    old, new = torch.arange(10.0)[::5][:1], torch.arange(1.0, 11.0)[::5][:1]
-    assert old.stride() == (5,)
-    data = encode([("a", new), ("b", old)], base={"a": old, "b": old}, base_digest="x")
-    (_, a), (_, b) = decode(data, base={"a": old, "b": old}, base_digest="x")
-    assert (a.tolist(), b.tolist()) == ([1.0], [0.0])
+    one, other = torch.arange(10.0)[::5][:1], torch.arange(1.0, 11.0)[::5][:1]
+    assert one.stride() == (5,)
+    data = encode([("a", other), ("b", one)], base={"a": one, "b": one}, base_digest="x")
+    assert [value.tolist() for _, value in decode(data, base={"a": one, "b": one}, base_digest="x")] == [[1.0], [0.0]]
 
 
 def test_decoded_tensors_have_memory_of_their_own():
@@ -119,12 +91,7 @@ def test_decoded_tensors_have_memory_of_their_own():
     assert base["b"].sum() == 0
 
 
-def test_delta_without_a_change_is_small():
-    tensor = torch.randn(1 << 20)
-    assert len(both_ways([("a", tensor)], {"a": tensor.clone()})) < 200
-
-
-@pytest.mark.parametrize(("changed", "is_dense"), [(1000, False), (1001, True), (3000, True)])
+@pytest.mark.parametrize(("changed", "is_dense"), [(0, False), (1000, False), (1001, True), (3000, True)])
 def test_tensor_is_dense_if_more_than_a_third_changed(changed, is_dense):
     old = torch.randn(3000).bfloat16()
     new = old.clone()
@@ -132,6 +99,7 @@ def test_tensor_is_dense_if_more_than_a_third_changed(changed, is_dense):
     data = both_ways([("a", new), ("b", old)], {"a": old, "b": old})
     assert (new.view(torch.uint8).numpy().tobytes() in data) == is_dense
     assert (len(data) > new.nbytes) == is_dense
+    assert changed or len(data) < 200
 
 
 @pytest.mark.parametrize("lr", [1e-6, 1e-5])
@@ -141,16 +109,13 @@ def test_chain_of_50_versions_is_exact_and_close_to_its_entropy(lr):
     old, *versions = adam_versions(1 << 17, lr=lr, versions=50)
     held = {"a": old[:cut], "b": old[cut:]}
     for new in versions:
-        digest = digest_of(held.items())
+        digest = digest_of(held.items()).hexdigest()
         tensors = [("a", new[:cut]), ("b", new[cut:])]
         data = encode(tensors, base=held, base_digest=digest)
         entropy = sum(change_entropy(held[name], tensor) for name, tensor in tensors)
         assert len(data) <= 1.3 * entropy
         held = dict(decode(data, base=held, base_digest=digest))
-    assert digest_of(held.items()) == digest_of([("a", versions[-1][:cut]), ("b", versions[-1][cut:])])
-
-
-# ---- refusals
+    assert same_bits(torch.cat([held["a"], held["b"]]), versions[-1])
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +152,11 @@ def test_encode_refuses_a_tensor_that_the_base_has_in_another_form(other):
         encode([("a", torch.zeros(3, 4))], base=base, base_digest="x")
 
 
-def test_decode_refuses_data_truncated_anywhere(encoded):
+def test_decode_refuses_data_truncated_or_longer(encoded):
     data, base = encoded
-    for length in range(len(data)):
+    for damaged in (*(data[:length] for length in range(len(data))), data + b"\0"):
         with pytest.raises(DeltaError):
-            decode(data[:length], base=base, base_digest="ab" * 16)
-    with pytest.raises(DeltaError):
-        decode(data + b"\0", base=base, base_digest="ab" * 16)
+            decode(damaged, base=base, base_digest="ab" * 16)
 
 
 def test_decode_refuses_a_flip_of_any_byte(encoded):

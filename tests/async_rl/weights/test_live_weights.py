@@ -36,11 +36,12 @@ def contents(request, monkeypatch):
 
 @pytest.mark.usefixtures("contents")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [3, 256, 5000, 70_001])
+@pytest.mark.parametrize("size", [3, 256, 70_001])
 def test_checksum_sees_every_bit_and_every_exchange(dtype, size):
     given = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     same = checksum(given)
     assert checksum(given.clone()) == same == checksum(torch.cat([given[:1], given])[1:])
+    assert checksum(given[::2]) == checksum(given[::2].clone()), "of the values, not of their strides"
     last = given.clone()
     last[-1] = -last[-1]
     exchanged = given.clone()
@@ -145,6 +146,8 @@ def test_each_parameter_has_an_equation_and_good_loads_are_accepted(options):
     for version in (1, 2, 2, 0):
         assert load(held, checkpoint(version=version), **options) == []
         assert (held.checksum == before) == (version == 0)
+    for _ in range(2):
+        assert load(held, checkpoint(version=1, same=("experts", "q_norm")), **options) == [], "some need not change"
 
 
 @pytest.mark.parametrize("options", LAYOUTS)
@@ -235,12 +238,6 @@ def test_an_empty_slot_of_a_rank_that_takes_an_expert_gets_its_equation():
     assert replace(held, 8, 8, 8) == [], "the slot is no longer empty in the last two loads"
     assert replace(held, 9, 8, 9), "the copy is old"
     assert replace(held, 9, 9, 9) == []
-
-
-def test_tensors_that_were_published_with_the_same_values_need_not_change():
-    held = holding(checkpoint(version=0))
-    assert load(held, checkpoint(version=1, same=("experts", "q_norm"))) == []
-    assert load(held, checkpoint(version=1, same=("experts", "q_norm"))) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -342,9 +339,3 @@ def test_model_contents_are_of_parameters_and_persistent_buffers_without_sums():
     model[1].running_mean += 1
     after = model_contents(model)
     assert {name for name in before if before[name] != after[name]} == {"1.running_mean"}
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_checksum_is_of_the_values_not_of_their_strides(number):
-    strided = torch.arange(8, dtype=torch.bfloat16)[::2][:number]
-    assert checksum(strided) == checksum(strided.clone())

@@ -9,13 +9,11 @@ from tests.helpers import tiny_models
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """Kind -> checkpoint folder."""
+    """Kind -> folder with the config of a checkpoint."""
     folder = tmp_path_factory.mktemp("models")
-    made = {
-        "dense": tiny_models.qwen3_dense_config(max_position_embeddings=2048),
-        "experts": tiny_models.qwen3_moe_config(max_position_embeddings=1 << 15),
-    }
-    return {kind: tiny_models.save_checkpoint(config, folder / kind, seed=0) for kind, config in made.items()}
+    tiny_models.qwen3_dense_config(max_position_embeddings=2048).save_pretrained(folder / "dense")
+    tiny_models.qwen3_moe_config(max_position_embeddings=1 << 15).save_pretrained(folder / "experts")
+    return {kind: folder / kind for kind in ("dense", "experts")}
 
 
 def own(model, *more):
@@ -70,29 +68,28 @@ def test_a_run_is_named_after_its_task_and_its_model(factory, checkpoint, name):
     assert run_name(factory, checkpoint) == name
 
 
-def cached(home, name, revision="main"):
-    """A model in the cache of the hub; returns its folder."""
-    folder = home / f"models--{name.replace('/', '--')}"
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The cache of the hub, without a network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_a_name_at_the_hub_is_found_in_its_cache_without_a_network(hub):
+    folder = hub / "models--Qwen--Tiny"
     snapshot = folder / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (folder / "refs").mkdir()
-    (folder / "refs" / revision).write_text("0" * 40)
-    return snapshot
-
-
-def test_a_name_at_the_hub_is_found_in_its_cache_without_a_network(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    snapshot = cached(tmp_path, "Qwen/Tiny")
+    (folder / "refs" / "main").write_text("0" * 40)
     assert local_checkpoint("Qwen/Tiny") == local_checkpoint("Qwen/Tiny@main") == snapshot
     assert model_name(str(snapshot)) == "Tiny"
 
 
 @pytest.mark.parametrize("name", ["Qwen/Tiny", "Qwen/Tiny@v2"])
-def test_a_name_that_the_hub_does_not_give_is_refused_with_the_ways_out(name, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("hub")
+def test_a_name_that_the_hub_does_not_give_is_refused_with_the_ways_out(name):
     with pytest.raises(ConfigError) as caught:
         load_config(["task=python", "task.factory=x.py:task", f"model.checkpoint={name}"])
     (line,) = str(caught.value).splitlines()

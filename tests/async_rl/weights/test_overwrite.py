@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl.weights import overwrite
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import WeightsDigest, digest_of
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
@@ -63,10 +63,7 @@ def test_a_version_overwrites_the_files_of_the_removed_one(memory, files):
     for version in range(6):
         update = publish(memory, version, model(version), keep_version=version - 1, files=files)
         check(update.path, model(version))
-        digest = WeightsDigest()
-        for name, tensor in model(version).items():
-            digest.update(name, tensor)
-        assert update.weights.digest == digest.hexdigest()
+        assert update.weights.digest == digest_of(model(version).items()).hexdigest()
         used[version] = inodes(update.path)
         assert used[version] == used.get(version - 2, used[version])
         assert not list(memory.rglob("*.spare"))
@@ -95,25 +92,25 @@ def test_tensors_of_a_reader_never_change(versions, keeps_mappings):
                 assert all(torch.equal(held[name], tensor) for name, tensor in published.items())
 
 
-def hold(path, ready, end, answer):
+def hold(path, pipe):
     held = dict(read_tensors(path))
-    ready.set()
-    end.wait(30)
-    answer.put({name: tensor.tolist() for name, tensor in held.items()})
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send({name: tensor.tolist() for name, tensor in held.items()})
 
 
 def test_tensors_of_another_process_never_change(memory):
-    context = multiprocessing.get_context("spawn")
-    ready, end, answer = context.Event(), context.Event(), context.Queue()
     publish(memory, 0, model(0), keep_version=0)
     first = update_files(version_folder(memory, 0))[0]
-    process = context.Process(target=hold, args=(first, ready, end, answer))
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=hold, args=(first, there))
     process.start()
-    assert ready.wait(60)
+    assert here.poll(60) and here.recv() == "ready"
     before = inodes(first.parent)
     update = publish(memory, 1, model(1), keep_version=1)
-    end.set()
-    assert answer.get(timeout=30) == {"a": model(0)["a"].tolist()}
+    here.send("published")
+    assert here.recv() == {"a": model(0)["a"].tolist()}
     process.join()
     check(update.path, model(1))
     after = inodes(update.path)
@@ -163,24 +160,27 @@ def test_a_reader_of_a_removed_version_gets_that_version_or_an_error(memory):
         list(read_update(folder))
 
 
-def other_dtype(tensors):
-    return {**tensors, "b": tensors["b"].to(torch.float64)}
+OTHERS = {
+    "dtype": lambda tensors: tensors | {"b": tensors["b"].to(torch.float64)},
+    "shape": lambda tensors: tensors | {"c": tensors["c"].reshape(4)},
+    "name": lambda tensors: {"x" if name == "b" else name: tensor for name, tensor in tensors.items()},
+}
 
 
-def other_shape(tensors):
-    return {**tensors, "c": tensors["c"].reshape(4)}
+@pytest.mark.parametrize("change", [*OTHERS.values(), None], ids=[*OTHERS, "no leases"])
+def test_a_bucket_with_other_tensors_or_without_leases_gets_a_new_file(memory, monkeypatch, change):
+    def refuse(*args):
+        raise OSError(22, "Invalid argument")
 
-
-def other_name(tensors):
-    return {"x" if name == "b" else name: tensor for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("change", [other_dtype, other_shape, other_name], ids=lambda change: change.__name__)
-def test_a_bucket_with_other_tensors_gets_a_new_file(memory, change):
-    before = inodes(publish(memory, 0, model(0), keep_version=0).path)
-    update = publish(memory, 1, change(model(1)), keep_version=1)
-    check(update.path, change(model(1)))
-    assert [new == old for new, old in zip(inodes(update.path), before, strict=True)].count(False) == 1
+    before, tensors = inodes(publish(memory, 0, model(0), keep_version=0).path), model(1)
+    if change is None:
+        monkeypatch.setattr(overwrite.fcntl, "fcntl", refuse)
+    else:
+        tensors = change(tensors)
+    update = publish(memory, 1, tensors, keep_version=1)
+    check(update.path, tensors)
+    new = [now != then for now, then in zip(inodes(update.path), before, strict=True)]
+    assert new.count(True) == (len(before) if change is None else 1)
 
 
 @pytest.mark.parametrize("size", [0, 3, 60])
@@ -233,14 +233,3 @@ def test_a_node_overwrites_the_files_of_removed_versions(memory, tmp_path, held_
     assert shared == {2, 3, 4} - ({held_version + 2} if held_version else set())
     store.release()
     assert not (memory / "node").exists()
-
-
-def test_a_file_system_without_leases_gets_new_files(memory, monkeypatch):
-    def refuse(*args):
-        raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(overwrite.fcntl, "fcntl", refuse)
-    before = inodes(publish(memory, 0, model(0), keep_version=0).path)
-    update = publish(memory, 1, model(1), keep_version=1)
-    check(update.path, model(1))
-    assert not set(before) & set(inodes(update.path))

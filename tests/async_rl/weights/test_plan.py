@@ -46,13 +46,10 @@ def test_plan_follows_the_layers_by_number():
     names = ["model.layers.10.a", "model.norm", "model.layers.9.a", "model.embed_tokens", "lm_head"]
     plan = SyncPlan.of({0: [Unit((spec(name, 1),)) for name in names]}, bucket_bytes=1)
     assert [t.name for t in plan.tensors] == [names[3], names[2], names[0], names[4], names[1]]
+    dtypes = ("float32", "bfloat16", "float8_e4m3fn")
+    assert [spec("a", 2, 3, dtype=dtype).num_bytes for dtype in dtypes] == [24, 12, 6]
 
 
 def test_plan_refuses_a_tensor_with_two_owners():
     with pytest.raises(ValueError, match=r"two ranks own model\.norm"):
         SyncPlan.of({rank: [Unit((spec("model.norm", 4),))] for rank in range(2)})
-
-
-@pytest.mark.parametrize(("dtype", "num_bytes"), [("float32", 24), ("bfloat16", 12), ("float8_e4m3fn", 6)])
-def test_size_of_a_tensor_follows_its_dtype(dtype, num_bytes):
-    assert spec("a", 2, 3, dtype=dtype).num_bytes == num_bytes

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from async_rl.weights.digest import WeightsDigest
+from async_rl.weights.digest import digest_of
 from async_rl.weights.pretrained import keep_model_files, sampled_digest, save_adapter, save_pretrained
 from tests.helpers.tiny_models import qwen3_dense_config, save_checkpoint
 from tests.helpers.updates import checkpoint_digest
@@ -33,26 +33,23 @@ def tensors(count=5, *, dtype=torch.bfloat16):
     yield "bias", torch.ones(2, dtype=torch.float32)
 
 
-def digest_of(named):
-    digest = WeightsDigest()
-    for name, tensor in named:
-        digest.update(name, tensor)
-    return digest.hexdigest()
-
-
 def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
-def test_save_pretrained_writes_one_file_and_copies_all_but_weights(tmp_path, model):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_pretrained_writes_one_file_with_its_dtype_and_copies_all_but_weights(tmp_path, model, dtype):
     for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
         (model / name).touch()
-    save_pretrained(tmp_path / "final", tensors(), like=model)
+    save_pretrained(tmp_path / "final", tensors(dtype=dtype), like=model)
     assert names(tmp_path / "final") == FILES | {"model.safetensors"}
     with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
         assert set(file.keys()) == {name for name, _ in tensors()}
         assert file.metadata() == {"format": "pt"}
-    assert checkpoint_digest(tmp_path / "final") == digest_of(tensors())
+    assert checkpoint_digest(tmp_path / "final") == digest_of(tensors(dtype=dtype)).hexdigest()
+    config = json.loads((tmp_path / "final" / "config.json").read_text())
+    expected = str(dtype).removeprefix("torch.")
+    assert (config["dtype"], config["torch_dtype"], config["model_type"]) == (expected, expected, "tiny")
 
 
 def test_save_pretrained_shards_by_size_and_indexes_every_tensor(tmp_path, model):
@@ -68,7 +65,11 @@ def test_save_pretrained_shards_by_size_and_indexes_every_tensor(tmp_path, model
         assert sum(tensor.nbytes for tensor in held.values()) <= 80
         assert [index["weight_map"][name] for name in held] == [shard] * len(held)
         found |= held
-    assert digest_of(found.items()) == digest_of(tensors()) == checkpoint_digest(tmp_path / "final")
+    assert (
+        digest_of(found.items()).hexdigest()
+        == digest_of(tensors()).hexdigest()
+        == checkpoint_digest(tmp_path / "final")
+    )
 
 
 def test_save_pretrained_holds_no_more_tensors_than_a_shard(tmp_path, model):
@@ -87,35 +88,31 @@ def test_save_pretrained_holds_no_more_tensors_than_a_shard(tmp_path, model):
         nonlocal alive
         alive -= 1
 
+    save_pretrained(tmp_path / "small", tensors(3), like=model, max_shard_bytes=8)
+    assert len(list((tmp_path / "small").glob("*.safetensors"))) == 4, "a larger tensor has its own"
     save_pretrained(tmp_path / "final", counted(), like=model, max_shard_bytes=3 * 64)
     assert most <= 3 + 2  # a shard, the next tensor, and the one that the generator still has
 
 
-def test_save_pretrained_gives_a_tensor_above_the_limit_its_own_shard(tmp_path, model):
-    save_pretrained(tmp_path / "final", tensors(3), like=model, max_shard_bytes=8)
-    assert len(list((tmp_path / "final").glob("*.safetensors"))) == 4
+@pytest.mark.parametrize("save", [save_pretrained, save_adapter])
+def test_save_that_fails_leaves_the_folder_unchanged(tmp_path, model, save):
+    fields = {"like": model}
+    if save is save_adapter:
+        fields = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj",), "start": model}
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_save_pretrained_sets_the_dtype_of_the_weights(tmp_path, model, dtype):
-    save_pretrained(tmp_path / "final", tensors(dtype=dtype), like=model)
-    config = json.loads((tmp_path / "final" / "config.json").read_text())
-    expected = str(dtype).removeprefix("torch.")
-    assert (config["dtype"], config["torch_dtype"], config["model_type"]) == (expected, expected, "tiny")
-
-
-def test_save_pretrained_that_fails_leaves_the_folder_unchanged(tmp_path, model):
     def full_disk():
-        yield from tensors(1)
+        yield "layers.0.q_proj.lora_A.weight", torch.zeros(2, 3)
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space"):
-        save_pretrained(tmp_path / "final", full_disk(), like=model)
-    assert names(tmp_path) == {"model"}
-    save_pretrained(tmp_path / "final", tensors(), like=model)
-    with pytest.raises(OSError, match="no space"):
-        save_pretrained(tmp_path / "final", full_disk(), like=model)
-    assert names(tmp_path) == {"model", "final"} and checkpoint_digest(tmp_path / "final") == digest_of(tensors())
+    before = {}
+    for folders in ({"model"}, {"model", "final"}):
+        with pytest.raises(OSError, match="no space"):
+            save(tmp_path / "final", full_disk(), **fields)
+        assert names(tmp_path) == folders
+        if not before:
+            save(tmp_path / "final", [("layers.0.q_proj.lora_A.weight", torch.ones(2, 3))], **fields)
+            before = {path: path.read_bytes() for path in (tmp_path / "final").iterdir()}
+    assert {path: path.read_bytes() for path in (tmp_path / "final").iterdir()} == before
 
 
 def test_sampled_digest_depends_on_names_and_values_and_not_on_files(tmp_path, model):
@@ -126,21 +123,6 @@ def test_sampled_digest_depends_on_names_and_values_and_not_on_files(tmp_path, m
     digests = [sampled_digest(tmp_path / name) for name in ("one", "several", "trained", "named")]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3
-
-
-def test_save_adapter_that_fails_leaves_the_folder_unchanged(tmp_path, model):
-    fields = {"rank": 2, "alpha": 4.0, "target_modules": ("q_proj",), "start": model}
-    save_adapter(tmp_path / "adapter", [("layers.0.q_proj.lora_A.weight", torch.ones(2, 3))], **fields)
-    before = (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes()
-
-    def failing():
-        yield "layers.0.q_proj.lora_A.weight", torch.zeros(2, 3)
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        save_adapter(tmp_path / "adapter", failing(), **fields)
-    assert (tmp_path / "adapter" / "adapter_model.safetensors").read_bytes() == before
-    assert names(tmp_path) == {"adapter", "model"}
 
 
 def test_keep_model_files_keeps_all_but_weights_and_adds_generation(tmp_path):

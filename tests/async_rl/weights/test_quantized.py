@@ -34,13 +34,6 @@ def exact_fp8(weight, scale, block):
     return weight.double() * scale.double()[rows][:, columns]
 
 
-def random_fp8(shape, block, *, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    weight = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
-    grid = [-(-length // size) for length, size in zip(shape, block, strict=True)]
-    return weight, torch.rand(grid, generator=generator) * 1e-3 + 1e-4
-
-
 @pytest.fixture
 def checkpoint(tmp_path):
     """A DeepSeek-V3 with a layer for multi-token prediction, in FP8 with ragged blocks."""
@@ -55,7 +48,8 @@ def checkpoint(tmp_path):
     ("shape", "block"), [((576, 256), (128, 128)), ((130, 70), (128, 128)), ((64, 64), (48, 32)), ((5, 3), (2, 2))]
 )
 def test_fp8_weights_are_rounded_once_from_the_exact_product(shape, block):
-    weight, scale = random_fp8(shape, block)
+    weight = (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
+    scale = torch.rand([-(-length // size) for length, size in zip(shape, block, strict=True)]) * 1e-3 + 1e-4
     exact = exact_fp8(weight, scale, block)
     plain = dequantize_fp8(weight, scale, block=block)
     assert plain.dtype == torch.bfloat16
@@ -63,19 +57,6 @@ def test_fp8_weights_are_rounded_once_from_the_exact_product(shape, block):
     assert bool(((plain.double() - exact).abs() <= exact.abs() * (2**-8 + 2**-24)).all())
     powers = torch.exp2(torch.randint(-9, 3, scale.shape))
     assert torch.equal(dequantize_fp8(weight, powers, block=block).double(), exact_fp8(weight, powers, block))
-
-
-def test_mxfp4_weights_are_exact_and_transposed():
-    blocks = torch.randint(0, 256, (3, 6, 2, 16), dtype=torch.uint8)
-    scales = torch.randint(110, 130, (3, 6, 2), dtype=torch.uint8)
-    plain = dequantize_mxfp4(blocks, scales)
-    assert plain.shape == (3, 64, 6)
-    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    for expert, column, row in [(0, 0, 0), (1, 1, 5), (2, 63, 3), (0, 32, 2), (2, 31, 0)]:
-        byte = int(blocks[expert, row, column // 32, column % 32 // 2])
-        number = byte >> 4 if column % 2 else byte & 15
-        value = magnitudes[number % 8] * (-1.0 if number > 7 else 1.0)
-        assert plain[expert, column, row].item() == value * 2.0 ** (int(scales[expert, row, column // 32]) - 127)
 
 
 def test_mxfp4_weights_equal_those_of_transformers():
@@ -139,17 +120,11 @@ def test_an_existing_plain_copy_is_reused_and_a_changed_checkpoint_has_another(c
     assert plain_folder(checkpoint, cache=tmp_path / "cache") != folder
 
 
-def test_a_stopped_dequantization_leaves_nothing(checkpoint, tmp_path):
+def test_a_stopped_dequantization_leaves_nothing_and_a_second_process_at_the_same_is_refused(checkpoint, tmp_path):
     stopped, folder = threading.Event(), tmp_path / "cache" / "plain"
     with pytest.raises(DequantizationStopped):
         dequantize(checkpoint, folder, stopped=stopped, progress=lambda done, _: stopped.set() if done == 5 else None)
     assert [path.name for path in folder.parent.iterdir()] == [".plain.lock"]
-    dequantize(checkpoint, folder)
-    assert folder.is_dir()
-
-
-def test_a_second_process_that_dequantizes_the_same_is_refused(checkpoint, tmp_path):
-    folder = tmp_path / "plain"
 
     def second(done, _total):
         if done == 1:
@@ -194,21 +169,17 @@ def test_a_disk_without_space_is_refused_by_field(checkpoint, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("changes", "field"),
+    ("field", "value"),
     [
-        *(({"quant_method": name}, "quantization_config") for name in ("gptq", "awq", "compressed-tensors", None)),
-        ({"weight_block_size": None}, "quantization_config.weight_block_size"),
-        ({"weight_block_size": [128]}, "quantization_config.weight_block_size"),
-        ({"weight_block_size": [128, 0]}, "quantization_config.weight_block_size"),
-        ({"fmt": "e5m2"}, "quantization_config.fmt"),
-        ({"activation_scheme": "static"}, "quantization_config.activation_scheme"),
+        *(("quant_method", name) for name in ("gptq", "awq", "compressed-tensors", None)),
+        *(("weight_block_size", size) for size in (None, [128], [128, 0])),
+        *(("fmt", "e5m2"), ("activation_scheme", "static")),
     ],
-    ids=str,
 )
-def test_other_quantizations_are_named(changes, field):
-    config = {"quantization_config": {**FP8, **changes}}
-    found = quantization_problem(config)
-    assert found is not None and found[0] == field and found[1] == next(iter(changes.values()))
-    assert quantization_problem({"quantization_config": FP8}) is None
-    assert quantization_problem({"quantization_config": {"quant_method": "mxfp4"}}) is None
-    assert quantization_problem({}) is None
+def test_other_quantizations_are_named(field, value):
+    whole = "quantization_config"
+    name = whole if field == "quant_method" else f"{whole}.{field}"
+    found = quantization_problem({whole: {**FP8, field: value}})
+    assert found is not None and found[:2] == (name, value)
+    for config in ({whole: FP8}, {whole: {"quant_method": "mxfp4"}}, {}):
+        assert quantization_problem(config) is None

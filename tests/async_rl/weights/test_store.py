@@ -1,12 +1,13 @@
 import multiprocessing
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from async_rl.weights import store as module
 from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import (
     MAX_DELTAS,
@@ -27,8 +28,8 @@ from tests.helpers.updates import read_update
 PATTERNS = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40, -1.0])
 
 
-class Owner:
-    """Publishes versions of two buckets, each with a few values changed; keeps the tensors of all versions."""
+class Weights:
+    """Tensors of two buckets, of which a few values change with each version; keeps those of all versions."""
 
     def __init__(self, directory, *, delta=True, seed=0):
         self.directory, self.bases = directory, Bases() if delta else None
@@ -39,18 +40,25 @@ class Owner:
     def values(self, *shape):
         return torch.randn(shape, generator=self.generator).to(torch.bfloat16)
 
-    def publish(self, version, *, changed=0.02):
+    def change(self, version, *, changed=0.02):
         for tensors in self.weights:
             for name, tensor in tensors.items():
                 where = torch.rand(tensor.shape, generator=self.generator) < changed
                 new = PATTERNS[torch.randint(len(PATTERNS), tensor.shape, generator=self.generator)].to(tensor.dtype)
                 tensors[name] = torch.where(where, new, tensor)
+        self.versions[version] = {name: t.clone() for tensors in self.weights for name, t in tensors.items()}
+
+
+class Owner(Weights):
+    """Publishes versions into a folder."""
+
+    def publish(self, version, *, changed=0.02):
+        self.change(version, changed=changed)
         folder = version_folder(self.directory, version)
         digests = [write_bucket(folder, i, tensors.items(), bases=self.bases) for i, tensors in enumerate(self.weights)]
         base = None if self.bases is None else self.bases.base_of_next()
         if self.bases is not None:
             self.bases.published(version)
-        self.versions[version] = {name: t.clone() for tensors in self.weights for name, t in tensors.items()}
         finish_update(folder, version=version, buckets=digests, base=base)
         return folder
 
@@ -112,21 +120,14 @@ def test_a_node_that_comes_late_goes_through_the_versions_that_are_kept_for_it(o
     check(store.local(folder), owner.versions[2 * MAX_DELTAS - 1])
 
 
-def test_versions_without_deltas_are_copied(tmp_path, store):
-    owner = Owner(tmp_path / "shared", delta=False)
+@pytest.mark.parametrize(("delta", "changed", "suffix"), [(False, 0.02, "safetensors"), (True, 0.9, "delta")])
+def test_versions_without_deltas_and_tensors_that_changed_much_travel_complete(tmp_path, store, delta, changed, suffix):
+    owner = Owner(tmp_path / "shared", delta=delta)
     for version in (1, 2):
-        folder = owner.publish(version)
-        assert files(folder) == ["bucket-00000.safetensors", "bucket-00001.safetensors", "manifest.json"]
+        folder = owner.publish(version, changed=changed)
         store.fetch(folder)
         check(store.local(folder), owner.versions[version])
-
-
-def test_a_tensor_that_changed_much_travels_complete(owner, store):
-    store.fetch(owner.publish(1))
-    folder = owner.publish(2, changed=0.9)
-    assert files(folder) == ["bucket-00000.delta", "bucket-00001.delta", "manifest.json"]
-    store.fetch(folder)
-    check(store.local(folder), owner.versions[2])
+    assert files(folder) == [f"bucket-00000.{suffix}", f"bucket-00001.{suffix}", "manifest.json"]
 
 
 def truncate(path):
@@ -140,26 +141,24 @@ def flip(path):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_a_damaged_or_missing_bucket_is_named_and_the_version_before_stays(owner, store, damage, version):
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        *(("bucket-00001.*", damage, "bucket-00001") for damage in (truncate, flip, Path.unlink)),
+        *(("manifest.json", damage, "no whole manifest") for damage in (truncate, Path.unlink)),
+    ],
+)
+def test_a_damaged_or_missing_file_is_named_and_the_version_before_stays(owner, store, name, damage, said, version):
     folders = {v: owner.publish(v) for v in (1, 2)}
     if version == 2:
         store.fetch(folders[1])
-    (bucket,) = folders[version].glob("bucket-00001.*")
-    damage(bucket)
-    with pytest.raises(UpdateError, match=bucket.name):
+    (file,) = folders[version].glob(name)
+    damage(file)
+    with pytest.raises(UpdateError, match=said):
         store.fetch(folders[version])
     assert not store.local(folders[version]).exists()
     if version == 2:
         check(store.local(folders[1]), owner.versions[1])
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, truncate])
-def test_a_version_without_a_whole_manifest_is_refused(owner, store, damage):
-    folder = owner.publish(1)
-    damage(folder / "manifest.json")
-    with pytest.raises(UpdateError, match="no whole manifest"):
-        store.fetch(folder)
 
 
 def test_a_delta_against_another_base_is_refused(tmp_path, owner, store):
@@ -173,27 +172,21 @@ def test_a_delta_against_another_base_is_refused(tmp_path, owner, store):
         store.fetch(second)
 
 
-def test_a_version_that_a_killed_run_left_is_replaced(tmp_path, owner, store):
-    other = Owner(tmp_path / "other", seed=1)
-    store.fetch(other.publish(1))
-    owner.publish(1)
+@pytest.mark.parametrize("before", ["of a killed run", "of a trainer that restarted"])
+def test_a_version_that_was_there_before_a_restart_is_no_base(tmp_path, owner, store, before):
+    if before == "of a killed run":
+        store.fetch(Owner(tmp_path / "other", seed=1).publish(1))
+        owner.publish(1)
+    else:
+        store.fetch(owner.publish(1))
+        owner.bases = Bases()
     folder = owner.publish(2)
-    store.fetch(folder)
-    check(store.local(folder), owner.versions[2])
-
-
-def test_a_trainer_that_restarted_publishes_a_complete_version(owner, store):
-    store.fetch(owner.publish(1))
-    owner.bases = Bases()
-    folder = owner.publish(2)
-    assert base_of(folder) is None
+    assert (base_of(folder) is None) == (before == "of a trainer that restarted")
     store.fetch(folder)
     check(store.local(folder), owner.versions[2])
 
 
 def test_replicas_of_a_node_read_a_bucket_once(owner, tmp_path, monkeypatch):
-    from async_rl.weights import store as module
-
     folder, read = owner.publish(1), []
     read_bucket = module.read_bucket
 
@@ -203,25 +196,27 @@ def test_replicas_of_a_node_read_a_bucket_once(owner, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "read_bucket", counting)
     stores = [LocalStore(tmp_path / "node") for _ in range(4)]
-    threads = [threading.Thread(target=store.fetch, args=(folder,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda store: store.fetch(folder), stores))
     assert sorted(read) == [0, 1]
     assert update_buckets(stores[0].local(folder)) == update_buckets(folder)
 
 
 def fetch_and_die(directory, folder):
-    LocalStore(directory).fetch(folder)
-    os._exit(1)
+    """In another process."""
+
+    def work():
+        LocalStore(directory).fetch(folder)
+        os._exit(1)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
 
 
 def test_the_last_process_removes_the_store_also_after_a_kill(owner, tmp_path):
     folder = owner.publish(1)
-    process = multiprocessing.get_context("fork").Process(target=fetch_and_die, args=(tmp_path / "node", folder))
-    process.start()
-    process.join()
+    fetch_and_die(tmp_path / "node", folder)
     store = LocalStore(tmp_path / "node")
     check(store.local(folder), owner.versions[1])
     store.fetch(folder)
@@ -232,9 +227,7 @@ def test_the_last_process_removes_the_store_also_after_a_kill(owner, tmp_path):
 def test_stores_of_killed_processes_are_removed_and_others_stay(owner, tmp_path):
     directories = [tmp_path / f"async_rl-weights-{name}" for name in ("killed", "used", "new")]
     folder = owner.publish(1)
-    process = multiprocessing.get_context("fork").Process(target=fetch_and_die, args=(directories[0], folder))
-    process.start()
-    process.join()
+    fetch_and_die(directories[0], folder)
     assert directories[0].is_dir()
     used = LocalStore(directories[1])
     (directories[2] / "users").mkdir(parents=True)

@@ -65,10 +65,6 @@ def output(model):
     return model(torch.ones(3)).unique().tolist()
 
 
-def until_ended(staging):
-    wait([staging._load])
-
-
 def test_a_twin_shares_no_weights_and_an_exchange_swaps_all_of_them():
     model = Model(1.0)
     twin = Twin(model)
@@ -83,26 +79,19 @@ def test_a_twin_shares_no_weights_and_an_exchange_swaps_all_of_them():
     assert model.layers[0].calls == 7, "what is no weight stays"
 
 
-def test_tied_weights_and_objects_that_refer_to_modules_stay_together_in_both():
+def test_references_to_modules_and_parameters_stay_together_in_both():
     model = Model(1.0)
+    weight = model.layers[1].weight
     twin = Twin(model)
     for _ in range(2):
         load(twin.model, 2.0)
         twin.exchange()
+        assert weight is model.layers[1].weight and weight.unique().tolist() == [2.0]
         for each in (model, twin.model):
             assert each.head.weight is each.layers[0].weight
             assert each.head.kernel.layer is each.head
     assert model.layers[0].weight.data_ptr() != twin.model.layers[0].weight.data_ptr()
     assert [name for name, _ in twin.model.named_parameters()] == [name for name, _ in model.named_parameters()]
-
-
-def test_references_to_a_parameter_see_the_exchanged_weights():
-    model = Model(1.0)
-    weight = model.layers[1].weight
-    twin = Twin(model)
-    load(twin.model, 2.0)
-    twin.exchange()
-    assert weight is model.layers[1].weight and weight.unique().tolist() == [2.0]
 
 
 def test_staging_loads_beside_the_model_and_commits_once():
@@ -116,7 +105,7 @@ def test_staging_loads_beside_the_model_and_commits_once():
     staging.start(model, load_two)
     assert staging.result() is None and output(model) == [7.0]
     enter.set()
-    until_ended(staging)
+    wait([staging._load])
     assert staging.result() == "two" and output(model) == [7.0]
     staging.commit()
     assert output(model) == [14.0]
@@ -132,11 +121,11 @@ def test_a_failed_load_leaves_the_model_and_the_next_one_starts_from_a_new_twin(
         raise OSError("damaged")
 
     staging.start(model, fail)
-    until_ended(staging)
+    wait([staging._load])
     with pytest.raises(OSError, match="damaged"):
         staging.result()
     with pytest.raises(RuntimeError):
         staging.commit()
     staging.start(model, lambda twin: output(twin.model))
-    until_ended(staging)
+    wait([staging._load])
     assert staging.result() == [7.0], "a copy of the model's own weights"
