@@ -65,7 +65,7 @@ SYNCHRONOUS, MAX_STALENESS = "staleness=synchronous", "staleness.max_staleness="
 _FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
 
 
-FLOAT32_MAX_K3 = 1e-4
+FLOAT32_MAX_K3 = 1e-7
 """20 times the k3 of 5e-6 that is expected with TF32: its rounding error is 8 times smaller than with bfloat16, and k3
 grows with the square of the error. Float32 has a k3 of about 1e-12."""
 HALF_LEAST_K3, HALF_MAX_K3, HALF_NOISE = 1e-3, 1e-2, 10
@@ -207,11 +207,16 @@ class QueueConfig:
 
 @bounded("mismatch")
 class MismatchConfig:
-    """Comparison of engines and trainer at equal weights, after a publish."""
+    """Comparison of engines and trainer at equal weights."""
 
+    verify: Literal["probe", "every_token"] = "probe"
+    """`probe`: after a publish each replica decodes `prompts`, which the trainer scores. `every_token`: before it
+    trains a batch, the trainer scores every token with the weights of the version that sampled it, as also
+    `loss.ratio=separated` does; this costs about a forward pass of the batch."""
     max_k3: float | Literal["auto"] | None = "auto"
-    """Largest accepted `mismatch/k3_probe` in nat; a larger value stops the run. `auto` is 1e-4 in float32, else ten
-    times the median of the first five probes since the start, at least 1e-3 and at most 1e-2; null only reports."""
+    """Largest accepted `mismatch/k3_probe` or `old/k3_largest` in nat; a larger value stops the run. `auto` is 1e-7 in
+    float32, else ten times the median of the first five values since the start, at least 1e-3 and at most 1e-2; null
+    only reports."""
     prompts: Annotated[int, Ge(0)] = 4
     """Sequences that each replica decodes; 0 disables the comparison."""
     tokens: Count = 16
@@ -228,7 +233,7 @@ class MismatchConfig:
 
         Args:
             dtypes: dtypes of engine and trainer.
-            noise: accepted k3 of the first probes.
+            noise: accepted k3 of the first comparisons.
         """
         if self.max_k3 != "auto":
             return math.inf if self.max_k3 is None else self.max_k3
@@ -365,6 +370,11 @@ class RunConfig:
     def captures_routing(self) -> bool:
         """Whether the engines return routing rows."""
         return self.trainer.router_replay == "R3"
+
+    @property
+    def walks_versions(self) -> bool:
+        """Whether the trainer scores tokens with the weights of the versions that sampled them."""
+        return self.mismatch.verify == "every_token" or self.loss.needs_old_policy
 
     @property
     def captures_support(self) -> bool:
@@ -822,6 +832,7 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
     """Options that another option switches off. A value equal to its default is accepted."""
     failure, record, validation = config.rollout.failure, config.rollout.record, config.validation
     tracking, lora, sends = config.tracking, config.trainer.lora, config.sync.route in ("broadcast", "direct")
+    probes = config.mismatch.prompts > 0
     for path, section, name, used, with_it in (
         ("staleness", config.staleness, "max_requeues", config.staleness.policy == "recycle", "staleness=recycle"),
         ("rollout.failure", failure, "max_fills", failure.on_failed == "fill", "rollout.failure.on_failed=fill"),
@@ -836,8 +847,8 @@ def _unused_options(config: RunConfig) -> Iterator[str]:
         ("sync", config.sync, "backend", sends, "sync.route=broadcast or direct"),
         ("sync", config.sync, "delta", config.sync.route == "folder", "sync.route=folder"),
         ("sync", config.sync, "max_paused", config.sync.mode == "rolling", "sync.mode=rolling"),
-        ("mismatch", config.mismatch, "max_k3", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
-        ("mismatch", config.mismatch, "tokens", config.mismatch.prompts > 0, "mismatch.prompts > 0"),
+        ("mismatch", config.mismatch, "max_k3", probes or config.walks_versions, "mismatch.prompts > 0"),
+        ("mismatch", config.mismatch, "tokens", probes, "mismatch.prompts > 0"),
         ("cluster", config.cluster, "num_cpus", config.cluster.address is None, "cluster.address=null"),
         ("cluster", config.cluster, "object_store_bytes", config.cluster.address is None, "cluster.address=null"),
     ):

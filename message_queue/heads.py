@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 import msgspec
 
 from message_queue.tokens import StopReason
-from message_queue.trajectory import POLICY, Admission, PromptGroup, Trajectory, Turn
+from message_queue.trajectory import POLICY, Admission, PromptGroup, SequencePart, Trajectory, Turn
 
 Span = tuple[int, int]  # (param_version, tokens that it sampled)
 
@@ -28,6 +28,8 @@ class SequenceHead(msgspec.Struct, frozen=True, array_like=True):
     """Tokens in the loss by the version that sampled them, by position; neighbours differ in version."""
     agent: str = POLICY
     """Agent whose calls sampled them."""
+    ends: tuple[int, ...] = ()
+    """Position after the last token of each span; empty if they are not known."""
 
 
 class TrajectoryHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,14 +172,7 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
     segments, paths = trajectory.segments, trajectory.paths
     return TrajectoryHead(
         length=sum(len(path) - path.shared_tokens for path in paths),
-        sequences=tuple(
-            SequenceHead(
-                part.length,
-                merged_spans((segment.weights.version, len(segment)) for _, segment in part.segments),
-                part.path.agent,
-            )
-            for part in trajectory.sequence_parts()
-        ),
+        sequences=tuple(map(_sequence_head, trajectory.sequence_parts())),
         num_segments=len(segments),
         num_aborts=sum(_num_aborts(turn) for path in paths for turn in path.turns[path.shared_turns :]),
         row_bytes=sum(s.routed_experts.experts.nbytes for s in segments if s.routed_experts is not None),
@@ -187,6 +182,13 @@ def _trajectory_head(group: int, number: int, trajectory: Trajectory) -> Traject
         stop_reason=trajectory.stop_reason,
         info=trajectory.info,
     )
+
+
+def _sequence_head(part: SequencePart) -> SequenceHead:
+    spans = merged_spans((segment.weights.version, len(segment)) for _, segment in part.segments)
+    runs = groupby(part.segments, key=lambda placed: placed[1].weights.version)
+    ends = tuple(max(at + len(segment) for at, segment in run) for _, run in runs)
+    return SequenceHead(part.length, spans, part.path.agent, ends)
 
 
 def _num_aborts(turn: Turn) -> int:

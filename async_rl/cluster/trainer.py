@@ -71,6 +71,7 @@ class TrainerHost:
         with log_failure(), no_collections():
             from transformers import AutoTokenizer
 
+            from async_rl.trainer.old_policy.old_policy import OldPolicyConfig
             from async_rl.trainer.rank import TrainerRank  # megatron is only imported in the process of a rank
             from async_rl.trainer.recording import RolloutRecorder
 
@@ -79,7 +80,7 @@ class TrainerHost:
             if rank == 0 and record.steps:
                 tokenizer = AutoTokenizer.from_pretrained(checkpoint)
                 recorder = RolloutRecorder(config.output_dir.resolve() / FOLDER, config=record, tokenizer=tokenizer)
-            serves = sync.route in ("broadcast", "direct")
+            serves, dtypes = sync.route in ("broadcast", "direct"), (config.engine.dtype, config.trainer.dtype)
             self._rank = TrainerRank(
                 config=trainer_of(config, warm_start=warm_start),
                 optimizer=config.warm_start.optimizer if warm_start else config.optimizer,
@@ -91,6 +92,12 @@ class TrainerHost:
                 delta=sync.delta,
                 host=ray.util.get_node_ip_address() if serves else None,
                 direct=sync.backend if sync.route == "direct" else None,
+                old_policy=OldPolicyConfig(
+                    max_staleness=config.staleness.max_staleness,
+                    bound=lambda noise: config.mismatch.bound(dtypes=dtypes, noise=noise),
+                )
+                if config.walks_versions
+                else None,
                 recorder=recorder,
             )
         return os.getpid()
@@ -212,7 +219,8 @@ class TrainerClient:
             )
             for i in range(trainer.ranks)
         ]
-        planner = Planner(config=trainer, loss=config.loss, pair_cost=pair_cost(read_shape(checkpoint)))
+        cost, walks = pair_cost(read_shape(checkpoint)), config.walks_versions
+        planner = Planner(config=trainer, loss=config.loss, walks=walks, pair_cost=cost)
         client = cls(actors, planner=planner, timeout_s=config.cluster.call_timeout_s, logs=logs, trace=trace)
         failed = TrainerLostError  # also if a rank raises, perhaps because another one died
         try:

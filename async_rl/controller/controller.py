@@ -212,11 +212,14 @@ class Controller:
             )
         self._version = max(self._version, restored.version)
         self._version_updates |= restored.version_updates
+        first = self._train_step + (0 if restored.diverged else 1)
         for _ in range(restored.replay):
             await self._step(await self._queue.call(TrajectoryQueue.take), waited=0.0, started=_now(), busy=0.0)
         if not self._version and not restored.replay:
             return  # the replicas started with these weights
         known = self._version_updates[self._version] == self._train_step and not (restored.replay or restored.diverged)
+        # Groups of the queue may name other weights after these updates, made with other settings.
+        await self._trainer.call(TrainerRank.forget_versions, first, self._train_step)
         if not known:
             self._version += 1
             self._version_updates[self._version] = self._train_step

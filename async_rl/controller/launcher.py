@@ -247,13 +247,15 @@ class Launcher:
 
     def _build_probe(self, pool: ReplicaPool, routing: RoutingSpec | None) -> Probe | None:
         config = self._config
-        if not config.mismatch.prompts:
+        same_experts = routing is None or config.captures_routing
+        verifies = config.walks_versions and same_experts and not config.trainer.replay_threshold
+        if verifies or not config.mismatch.prompts:
             return None
         return Probe(
             pool,
             config=config.mismatch,
             dtypes=(config.engine.dtype, config.trainer.dtype),
-            same_experts=routing is None or config.captures_routing,
+            same_experts=same_experts,
             temperature=config.rollout.sampling.temperature,
             max_tokens=config.engine.max_model_len,
             timeout_s=config.rollout.limits.generate_timeout_s,

@@ -35,8 +35,9 @@ from async_rl.inference.pool import Member, ReplicaPool
 from async_rl.inference.replica import EngineReplica
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import TrainingBatch, training_batch
+from async_rl.trainer.mismatch import MismatchError, k3_of
 from async_rl.trainer.rank_methods import TrainerRank
-from message_queue.errors import AnswerError, AsyncRLError, ReplicaLostError
+from message_queue.errors import AnswerError, ReplicaLostError
 from message_queue.heads import head_of
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.training_sequence import GroupContent, content_of
@@ -45,10 +46,6 @@ from message_queue.trajectory import PromptGroup, Trajectory
 PROMPT_TOKENS = 128  # longest prompt of a probe
 FIRST_PROBES = 5  # whose k3 is the noise of the run
 TRIMMED = 1 / 4  # share of the tokens that is left out without the engine's experts
-
-
-class MismatchError(AsyncRLError):
-    """Engine and trainer disagree at equal weights; the message names replica and version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -229,7 +226,7 @@ def k3_of_replicas(
         of = [number for number, name in enumerate(replicas) if name == replica]
         ours = torch.cat([scored[number] for number in of]).double()
         theirs = torch.from_numpy(np.concatenate([batch.loss_tokens(number).logprobs for number in of])).double()
-        tokens = torch.expm1(ours - theirs) - (ours - theirs)
+        tokens = k3_of(ours, theirs)
         if tokens.isfinite().all():
             tokens = tokens.sort().values[: len(tokens) - int(trimmed * len(tokens))]
         k3[replica] = float(tokens.mean())

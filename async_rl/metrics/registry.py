@@ -42,6 +42,7 @@ _OF_LAG = {
 }
 LAGS = tuple(_OF_LAG)
 """Buckets of tokens by staleness. In `lag0`, trainer and engine differ by rounding only."""
+_EXACT = "over the tokens that only rounding can change (exact)"
 FILTERS = {
     "clip": "sampled tokens whose ratio is clipped",
     "truncate": "sampled tokens whose weight is cut to its cap",
@@ -134,6 +135,19 @@ METRICS: dict[str, Metric] = {
     **_MISMATCH,
     **_by_lag(_MISMATCH),
     "mismatch/k3_probe": Metric("max", "nat", "k3 of the newest comparison of engine and trainer at equal weights"),
+    "old/k3": Metric("mean", "nat", f"k3 of old - behaviour logprob, {_EXACT}"),
+    **{
+        f"old/k3_{lag}": Metric("mean", "nat", f"k3 of old - behaviour logprob, exact {of}")
+        for lag, of in _OF_LAG.items()
+    },
+    "old/k3_inexact": Metric("mean", "nat", "the same over the other tokens whose version is stored"),
+    "old/k3_largest": Metric("max", "nat", f"the same over the tokens of a replica and version, {_EXACT}"),
+    "old/movement_k3": Metric("mean", "nat", "k3 of current - old logprob: the movement of the weights alone"),
+    "old/exact_fraction": Metric("mean", "share", "tokens in the loss that are exact: their old logprob is verified"),
+    "old/missing_fraction": Metric("max", "share", "tokens in the loss whose version is not stored"),
+    "old/passes": Metric("mean", "", "tokens that the walk over versions computed, over those of one pass"),
+    "old/versions": Metric("mean", "versions", "versions that the walk loaded"),
+    "old/stored_share": Metric("mean", "share", "bytes of a stored version over those of the model, on rank 0"),
     "ess/sequence": Metric("mean", "share", "effective sample size of the product of exp(d) over each trajectory"),
     **ROUTING,
     "routing/missing_fraction": Metric("max", "share", "forwarded positions for which the engine returned no row"),

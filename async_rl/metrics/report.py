@@ -37,11 +37,22 @@ _SPANS = {
     "controller train": {"wait": "wait", "export": "export", "probe": "probe", "checkpoint": "checkpoint"},
     "trainer-0 rank": {
         **dict.fromkeys(("fetch", "build", "record"), "batch"),
-        **{kind: kind for kind in ("reference", "proximal", "forward_backward", "optimizer")},
+        **{kind: kind for kind in ("old_policy", "reference", "proximal", "forward_backward", "optimizer")},
     },
 }
 """Track of the trace -> kind of span -> phase of a train step."""
-_PHASES = ("wait", "batch", "reference", "proximal", "forward_backward", "optimizer", "export", "probe", "checkpoint")
+_PHASES = (
+    "wait",
+    "batch",
+    "old_policy",
+    "reference",
+    "proximal",
+    "forward_backward",
+    "optimizer",
+    "export",
+    "probe",
+    "checkpoint",
+)
 _COMPUTED = {
     "recent/throughput": Metric("last", "tokens/s", f"sampled tokens trained per second, newest {RECENT} batches"),
     "recent/limit": Metric("last", "tokens/s", "the same per second in which the trainer did not wait for a batch"),

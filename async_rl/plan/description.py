@@ -112,6 +112,9 @@ class Workload(_Strict):
     """Tokens of a prompt, and so of each trajectory, that are not sampled."""
     prefix_sharing: bool = False
     """Whether the trainer computes the prompt of a group once (`trainer.prefix_sharing`)."""
+    old_policy: bool = False
+    """Whether the trainer scores tokens with the weights that sampled them (`mismatch.verify=every_token`). A token of
+    such a pass costs a third of one that is trained, without backward pass."""
     turns: Count = 1
     """Model calls of a trajectory, of equal lengths."""
     tool_s: Distribution = Distribution()

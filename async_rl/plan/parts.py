@@ -32,7 +32,7 @@ from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.recorder import Recorder
 from async_rl.plan.description import Interruptions, Rates
 from async_rl.simulator.standins import ScriptedReplica, ScriptedTrainer
-from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 
@@ -274,6 +274,7 @@ class PlannedTrainer(ScriptedTrainer):
     Args:
         rates: those of the trainer, `switch_s` and `shared_speed`.
         shared_tokens: tokens of a group that are computed once for all its trajectories.
+        walks: whether tokens are scored with the weights that sampled them.
         gpus: number of GPUs.
         groups_of: groups of the cluster for each that it gets.
         replicas: get slower while it trains, if they share its cores.
@@ -285,12 +286,14 @@ class PlannedTrainer(ScriptedTrainer):
         rates: Rates,
         *,
         shared_tokens: float,
+        walks: bool,
         gpus: int,
         groups_of: float,
         replicas: Sequence[PlannedReplica],
         opened: OpenTrajectories,
     ) -> None:
         self._shared_tokens = shared_tokens
+        self._walks = walks
         self.export_s = rates.export_s
         self._rates = rates
         self._token_s = groups_of / (rates.train_tokens_per_s * gpus)
@@ -298,11 +301,18 @@ class PlannedTrainer(ScriptedTrainer):
         self._opened = opened
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        repeated = len(batch) - len(np.unique(batch.index[:, 0]))  # trajectories that are not the first of their group
-        tokens = float(batch.lengths.sum()) - repeated * self._shared_tokens
+        tokens = self._computed(batch.lengths, batch.index[:, 0])
+        for update in batch.sampled_at if self._walks else ():
+            part = batch.of_update(update)
+            scored = (part.num_loss_tokens > 0) & ((update < batch.current_update) | (batch.mini_batch > 0))
+            tokens += self._computed(part.lengths[scored], batch.index[scored, 0]) / 3
         await self._train(self._rates.train_s + tokens * self._token_s)
         await asyncio.sleep(self._rates.switch_s)
         return {}
+
+    def _computed(self, lengths: Int64Array, groups: Int64Array) -> float:
+        """Tokens of sequences of groups, with the shared tokens of a group counted once."""
+        return float(lengths.sum()) - (len(groups) - len(np.unique(groups))) * self._shared_tokens
 
     async def _train(self, seconds: float) -> None:
         """Train for `seconds` at full speed; slower while a trajectory is open, if both share cores."""

@@ -185,9 +185,11 @@ class PlannedWorker(InProcess):
                         shown |= {"replica": decode.replica, "tokens": decode.sampled, "aborted": decode.aborted}
                     spans += decode.spans
         total = max(2, int(workload.prompt_tokens) + length)  # the first token of a sequence is never sampled
+        sampled = merged_spans(spans)
+        ends = np.cumsum([tokens for _, tokens in sampled]).tolist()
         return TrajectoryHead(
             length=total,
-            sequences=(SequenceHead(total, merged_spans(spans)),),
+            sequences=(SequenceHead(total, sampled, ends=tuple(total - length + end for end in ends)),),
             num_segments=requests,
             num_aborts=requests - workload.turns,
             row_bytes=0,

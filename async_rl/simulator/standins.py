@@ -162,6 +162,9 @@ class ScriptedTrainer(InProcess):
     async def snapshot_weights(self) -> None:
         """There is one set of weights."""
 
+    async def forget_versions(self, first: int, last: int) -> None:
+        """It stores none."""
+
     async def score(self, batch: TrainingBatch) -> list[Tensor]:
         import torch  # the planner does without it
 

@@ -18,7 +18,15 @@ from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import UpdatePlan
-from async_rl.trainer.step import TOKEN_RESULTS, MicroBatch, MicroBatches, Objective, ObjectiveKind, scheduled_loss
+from async_rl.trainer.step import (
+    TOKEN_RESULTS,
+    MicroBatch,
+    MicroBatches,
+    MicroBatchResults,
+    Objective,
+    ObjectiveKind,
+    scheduled_loss,
+)
 
 
 class ForwardBackward:
@@ -49,7 +57,9 @@ class ForwardBackward:
         """Whether this rank's token sums count: only tensor rank 0 of the last stage, since its peers have the same."""
         return self._groups.is_last_stage and self._groups.coordinates.tensor_rank == 0
 
-    def logprobs(self, micro_batches: MicroBatches, *, replay: bool = True) -> list[Tensor]:
+    def logprobs(
+        self, micro_batches: MicroBatches, *, replay: bool = True, counts_routing: bool = False
+    ) -> list[Tensor]:
         """Logprobs float32 [n] of each micro-batch under the current weights, without gradient.
 
         Before the last pipeline stage they are empty.
@@ -57,8 +67,9 @@ class ForwardBackward:
         Args:
             micro_batches: of this rank.
             replay: if False, the live router chooses.
+            counts_routing: set the `routing_sums` of the results, which only a pass with gradients counts.
         """
-        with torch.no_grad():
+        with torch.set_grad_enabled(counts_routing):
             found = self._run(micro_batches, self.objective("logprobs"), forward_only=True, replay=replay)
         return [result["logprobs"] for result in found] or [torch.empty(0)] * len(micro_batches)
 
@@ -111,9 +122,17 @@ class ForwardBackward:
         if not self._loss.needs_proximal_pass:
             return self.objective("policy")
         counted = micro_batches.results if self.counts_tokens else []
-        log_ratios = [results.columns["proximal_logprobs"] - results.behaviour_logprobs for results in counted]
+        log_ratios = [self._log_movement(results) for results in counted]
         surrogate = self._loss.surrogate_of_update(self.of_update(update, micro_batches, log_ratios))
         return self.objective("policy", surrogate=surrogate)
+
+    def _log_movement(self, results: MicroBatchResults) -> Tensor:
+        """log(proximal / behaviour) [n], or log(proximal / old) with `ratio=separated`."""
+        proximal = results.columns["proximal_logprobs"]
+        if self._loss.ratio == "combined" or results.old is None:
+            return proximal - results.behaviour_logprobs
+        old, fresh = results.old
+        return torch.where(fresh, 0.0, proximal - old)
 
     def _run(
         self, micro_batches: MicroBatches, objective: Objective, *, forward_only: bool, replay: bool = True

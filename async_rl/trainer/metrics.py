@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from async_rl.metrics.registry import LAGS, of_layer
+from async_rl.trainer.mismatch import k3_of
 from async_rl.trainer.router_replay import ROUTING_SUMS
 
 SIGNS = ("negative", "zero", "positive")
@@ -95,6 +96,23 @@ def token_sums(
     }
 
 
+OLD_COLUMNS = ("old_k3", "old_exact", "old_k3_inexact", "old_known", "old_movement")
+
+
+def old_columns(old: Tensor, *, known: Tensor, exact: Tensor, current: Tensor, behaviour: Tensor) -> dict[str, Tensor]:
+    """Columns [n] of the table for old logprobs, by OLD_COLUMNS; k3 as in `mismatch/k3`.
+
+    Args:
+        old, current, behaviour: [n].
+        known: bool [n], whether `old` was computed with the weights of the token's version.
+        exact: bool [n]; see `async_rl.trainer.batch.training_batch`.
+    """
+    exact = exact & known
+    engine, movement = k3_of(old, behaviour), k3_of(current, old) * known
+    columns = (engine * exact, exact, engine * (known & ~exact), known, movement)
+    return dict(zip(OLD_COLUMNS, columns, strict=True))
+
+
 def quantile(histogram: Tensor, share: float, *, largest: float) -> float:
     """Upper bound on the `share` quantile of |d| in nat, at most 9 % too large; NaN without tokens.
 
@@ -147,7 +165,8 @@ class TokenSums:
     """float64 sums over the tokens of a train step: of this rank, and after `reduce` of all ranks.
 
     Args:
-        extra: columns of the table after COLUMNS: the filters of the objective, and `kl` if it has a KL term.
+        extra: columns of the table after COLUMNS: the filters of the objective, `kl` if it has a KL term, and
+            OLD_COLUMNS if there are old logprobs.
         trajectories: number of trajectories in the batch.
     """
 
@@ -207,9 +226,23 @@ class TokenSums:
         for name in self._extra:
             if name == "kl":
                 found["kl/reference"] = self._share("kl")
-            else:
+            elif name not in OLD_COLUMNS:
                 found |= {f"{name}/fraction{part and '_'}{part}": self._share(name, part) for part in _CUTS}
-        return found
+        return found | (self._old_metrics() if OLD_COLUMNS[0] in self._extra else {})
+
+    def _old_metrics(self) -> dict[str, float]:
+        """Metrics of old logprobs; NaN without tokens."""
+        k3, exact, k3_inexact, known, movement = (self._table[self._columns.index(name)].sum(1) for name in OLD_COLUMNS)
+        tokens = float(self._table[0].sum())
+        inexact = known.sum() - exact.sum()
+        return {
+            "old/k3": share(float(k3.sum()), float(exact.sum())),
+            **{f"old/k3_{lag}": share(float(k3[i]), float(exact[i])) for i, lag in enumerate(LAGS)},
+            "old/k3_inexact": share(float(k3_inexact.sum()), float(inexact)),
+            "old/movement_k3": share(float(movement.sum()), float(known.sum())),
+            "old/exact_fraction": share(float(exact.sum()), tokens),
+            "old/missing_fraction": share(tokens - float(known.sum()), tokens),
+        }
 
     def _share(self, name: str, part: str = "") -> float:
         """Mean of a column over the tokens of a part of the table."""

@@ -13,8 +13,8 @@ With (2, 4, 1, 3) tokens in the loss, `first_loss_token` is (0, 2, 6, 7) and `nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from async_rl.trainer.batch.packing import Plan, plan_micro_batches
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from async_rl.trainer.loss.losses import LossConfig, PPOClip, token_weights
 from async_rl.trainer.model.model import TrainerConfig
+
+_MEAN_OF_TOKENS = PPOClip(aggregation="token_mean")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,10 +71,14 @@ class BatchPlan:
     """The batch. When the driver sends the plan to a rank, it contains only the content that the rank needs."""
     updates: Sequence[UpdatePlan | None]
     """In the order of the optimizer steps; None if a step has no gradient."""
+    walk: Mapping[int, UpdatePlan] = field(default_factory=dict[int, UpdatePlan])
+    """Optimizer updates of the weights of a version -> pass over its tokens in `batch.of_update`, newest first; empty
+    if no old logprobs are computed. The first update computes those of fresh tokens itself, so that they have none."""
 
     def groups_of(self, data_rank: int) -> list[int]:
         """Indices in `batch.contents` of the groups that a data-parallel rank needs, ascending."""
-        micro_batches = [mb for update in self.updates if update is not None for mb in update.micro_batches[data_rank]]
+        passes = [*(update for update in self.updates if update is not None), *self.walk.values()]
+        micro_batches = [numbers for each in passes for numbers in each.micro_batches[data_rank]]
         return sorted({int(self.batch.index[number, 0]) for numbers in micro_batches for number in numbers})
 
 
@@ -82,12 +88,14 @@ class Planner:
     Args:
         config: layout and sizes of the micro-batches.
         loss: determines the weights of the tokens.
+        walks: whether old logprobs are computed.
         pair_cost: cost of a token and a token that it attends to, in tokens; see `flops.pair_cost`.
     """
 
-    def __init__(self, *, config: TrainerConfig, loss: LossConfig, pair_cost: float = 0.0) -> None:
+    def __init__(self, *, config: TrainerConfig, loss: LossConfig, walks: bool = False, pair_cost: float = 0.0) -> None:
         self._config = config
         self._loss = loss
+        self._walks = walks
         self._pair_cost = pair_cost
 
     def policy(self, batch: TrainingBatch) -> BatchPlan:
@@ -109,7 +117,7 @@ class Planner:
         counted = np.ones_like(batch.informative) if self._loss.count == "all" else batch.informative
         parts = [batch.mini_batch == number for number in range(count)]
         updates = [self._update(batch, part & forwarded, counted=part & counted, loss=self._loss) for part in parts]
-        return BatchPlan(batch=batch, updates=updates)
+        return BatchPlan(batch=batch, updates=updates, walk=self._walk(batch, forwarded) if self._walks else {})
 
     def whole(self, batch: TrainingBatch) -> BatchPlan:
         """Plan one update on all sequences of an RL batch."""
@@ -119,10 +127,21 @@ class Planner:
     def supervised(self, batch: TrainingBatch) -> BatchPlan:
         """Plan one update on all sequences of a supervised batch, with equal weights of all tokens."""
         every = np.ones(len(batch), np.bool_)
-        mean_of_tokens = PPOClip(aggregation="token_mean")
         return BatchPlan(
-            batch=batch, updates=[self._update(batch, every, counted=every, loss=mean_of_tokens, shares=False)]
+            batch=batch, updates=[self._update(batch, every, counted=every, loss=_MEAN_OF_TOKENS, shares=False)]
         )
+
+    def _walk(self, batch: TrainingBatch, forwarded: NDArray[np.bool_]) -> dict[int, UpdatePlan]:
+        """`BatchPlan.walk` over the sequences `forwarded` [S]."""
+        found: dict[int, UpdatePlan] = {}
+        for update in batch.sampled_at:
+            part = batch.of_update(update)
+            fresh = (batch.mini_batch == 0) & (update == batch.current_update)
+            sampled = forwarded & (part.num_loss_tokens > 0) & ~fresh
+            plan = self._update(part, sampled, counted=sampled, loss=_MEAN_OF_TOKENS)
+            if plan is not None:
+                found[update] = plan
+        return found
 
     def _update(
         self,

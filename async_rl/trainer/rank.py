@@ -26,12 +26,13 @@ from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
-from async_rl.trainer.metrics import TokenSums, routing_metrics, routing_sums, tree_metrics
+from async_rl.trainer.metrics import OLD_COLUMNS, TokenSums, routing_metrics, routing_sums, tree_metrics
 from async_rl.trainer.model.convert import load_weights
 from async_rl.trainer.model.flops import pair_cost, peak_of, train_operations
 from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.model import RouterReplayMode, TrainerConfig
 from async_rl.trainer.model.source import WeightSource
+from async_rl.trainer.old_policy.old_policy import OldPolicy, OldPolicyConfig, Walked
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values
 from async_rl.trainer.state.adam import Optimizer
@@ -86,6 +87,7 @@ class TrainerRank:
         host: address of this node, if versions stay in its memory and are served from there (`sync.route=broadcast` or
             `direct`).
         direct: backend by which engines receive versions from the memory of this rank; None with other routes.
+        old_policy: how old logprobs are computed; None if they are not.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Attributes:
@@ -112,6 +114,7 @@ class TrainerRank:
         delta: bool = False,
         host: str | None = None,
         direct: Backend | None = None,
+        old_policy: OldPolicyConfig | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(threads_of(config))
@@ -141,9 +144,19 @@ class TrainerRank:
             or loss.needs_proximal_pass
             or loss.penalises_rewards
         )
-        self._planner = Planner(config=config, loss=loss, pair_cost=pair_cost(self.model.shape))
+        walks = old_policy is not None
+        self._planner = Planner(config=config, loss=loss, walks=walks, pair_cost=pair_cost(self.model.shape))
         self._peak = _peak(config, self._groups.device)
         self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self.model)
+        self._old = old_policy and OldPolicy(
+            old_policy,
+            trainer=config,
+            model=self.model,
+            groups=self._groups,
+            passes=self._forward_backward,
+            micro_batches=lambda batch, update: self._micro_batches(BatchPlan(batch=batch, updates=[update]), update),
+            routing=self._info.routing,
+        )
 
     # ---- training
 
@@ -161,12 +174,17 @@ class TrainerRank:
             BatchError: router replay is on, and the routing rows do not fit the model or the batch; or loss.kl_in is
                 reward, and the batch has no rewards.
             FloatingPointError: the gradient of an update is not finite; previous updates of the batch remain.
+            MismatchError: a replica served other weights than it said; the weights are unchanged.
             RecordingError: the recorded groups of the batch before could not be written.
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
         with self.timeline.span("build") as span:
             planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
             span.args["micro_batches"] = sum(len(micro_batches) for _, micro_batches in planned)
+        walked: Walked = {}
+        if self._old is not None:
+            with self.timeline.span("old_policy", versions=len(plan.walk)):
+                walked = self._old.walk(plan, planned)
         if self._reference is not None:
             with self.timeline.span("reference"):
                 for _, micro_batches in planned:
@@ -180,18 +198,23 @@ class TrainerRank:
             plan, penalty = penalise_rewards(
                 plan, planned, coefficient=self._loss.kl_coefficient, passes=self._forward_backward
             )
-        trained, steps = iter(planned), list[tuple[float, float]]()
-        for each in plan.updates:
+        trained, steps, verified = iter(planned), list[tuple[float, float]](), dict[str, float]()
+        for number, each in enumerate(plan.updates):
             if each is None:
+                if self._old is not None and planned and not number:
+                    verified = self._old.verify(plan, walked, None)
                 steps.append((0.0, self._optimizer.skip()))
                 continue
             update, micro_batches = next(trained)
             objective = self._forward_backward.policy_objective(update, micro_batches)
-            steps.append(self._update(update, micro_batches, objective, self._config.aux_loss_coefficient))
+            self._forward_and_backward(update, micro_batches, objective, self._config.aux_loss_coefficient)
+            if self._old is not None and not number:
+                verified = self._old.verify(plan, walked, micro_batches)
+            steps.append(self._step())
         with self.timeline.span("record"):
             self._record(plan, planned)
         results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
-        return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty
+        return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty | verified
 
     def throughput(self, plan: BatchPlan, *, seconds: float) -> dict[str, float]:
         """Metrics of the speed of `train`: TFLOP/s of a rank, and their share of the peak if that is known.
@@ -228,12 +251,9 @@ class TrainerRank:
         (update,) = plan.updates
         assert update is not None
         micro_batches = self._micro_batches(plan, update, replay="none")
-        grad_norm, lr = self._update(
-            update,
-            micro_batches,
-            self._forward_backward.objective("supervised"),
-            self._config.supervised_aux_loss_coefficient,
-        )
+        objective = self._forward_backward.objective("supervised")
+        self._forward_and_backward(update, micro_batches, objective, self._config.supervised_aux_loss_coefficient)
+        grad_norm, lr = self._step()
         counted = micro_batches.results if self._forward_backward.counts_tokens else []
         here = [sum(float(results.sums[name]) for results in counted) for name in ("loss", "tokens")]
         sums = self._groups.sum_over_ranks(torch.tensor(here, dtype=torch.float64))
@@ -304,10 +324,14 @@ class TrainerRank:
             updates=self._optimizer.updates,
             steps=self._optimizer.steps,
             reference=self._reference is not None,
+            versions=self._old is not None,
             start=str(self._start) if self._config.lora.rank else None,
         )
         with self.timeline.span("checkpoint"):
+            if self._old is not None:
+                self._old.store.add(self._optimizer.updates)
             state = self._state(loading=False, reference=manifest.reference, random=True)
+            state |= {} if self._old is None else self._old.state()
             shards = copy_state(directory, state, ranks=self._groups)
         return self._writer.submit(write_state, directory, shards, manifest=manifest, ranks=self._groups)
 
@@ -324,22 +348,34 @@ class TrainerRank:
         same_layout = manifest.layout == self._layout()
         reference = manifest.reference and self._reference is not None
         weights = live_tensors(self._weight_shards())
-        state = load_state(directory, self._state(loading=True, reference=reference, random=same_layout))
+        given = self._state(loading=True, reference=reference, random=same_layout)
+        if self._old is not None and manifest.versions and same_layout:
+            given |= self._old.state()
+        state = load_state(directory, given)
         copy_into(weights, state["model"])
         self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
         if self._reference is not None and reference:
             copy_into({name: self._reference.frozen(w) for name, w in weights.items()}, state["reference"])
+        if self._old is not None:
+            self._old.store.restore(manifest.updates, *state.get("versions", ()))
         if same_layout:
             self._groups.set_random_state(state["random"])
         else:
             self._groups.reseed(self._config.seed + manifest.updates)
         self._groups.barrier()
 
+    def forget_versions(self, first: int, last: int) -> None:
+        """Take the weights of `first` to `last` optimizer updates as unknown: engines may have served others."""
+        if self._old is not None:
+            self._old.store.forget(range(first, last + 1))
+
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights."""
         self._optimizer = Optimizer(self.model.wrapped, config=optimizer, trainer=self._config)
         if self._reference is not None:
             self._reference = ReferenceWeights(self.model.chunks)
+        if self._old is not None:
+            self._old.store.restore(0)
 
     def close(self) -> None:
         """Leave the process groups, when recorded rollouts and the last checkpoint are on the disk."""
@@ -391,19 +427,21 @@ class TrainerRank:
             routing = self._info.routing
             self._recorder.write(plan.batch, values, moe_layers=() if routing is None else routing.layers)
 
-    def _update(
+    def _forward_and_backward(
         self,
         update: UpdatePlan,
         micro_batches: MicroBatches,
         objective: Objective,
         aux_loss_coefficient: float,
-    ) -> tuple[float, float]:
-        """Run forward, backward and optimizer update; returns (gradient norm, learning rate)."""
+    ) -> None:
         # Megatron multiplies the loss of a micro-batch by its tokens.
         self.model.config.moe_aux_loss_coeff = aux_loss_coefficient / max(1, update.num_tokens)
         self._optimizer.zero_grad()
         with self.timeline.span("forward_backward", micro_batches=len(micro_batches)):
             self._forward_backward.train(micro_batches, objective)
+
+    def _step(self) -> tuple[float, float]:
+        """Optimizer update; returns (gradient norm, learning rate)."""
         with self.timeline.span("optimizer"):
             return self._optimizer.step()
 
@@ -411,7 +449,8 @@ class TrainerRank:
         self, results: Sequence[MicroBatchResults], steps: Sequence[tuple[float, float]], *, trajectories: int
     ) -> dict[str, float]:
         """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
-        extra = (*self._loss.filters, *(("kl",) if self._loss.kl_coefficient > 0 else ()))
+        kl = ("kl",) if self._loss.kl_coefficient > 0 else ()
+        extra = (*self._loss.filters, *kl, *(() if self._old is None else OLD_COLUMNS))
         sums = TokenSums(extra, trajectories=trajectories)
         for of_one in results if self._forward_backward.counts_tokens else ():
             sums.add(of_one.sums, trajectories=of_one.trajectories)

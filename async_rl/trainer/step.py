@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, kl_term, policy_loss
 from async_rl.trainer.loss.ratios import FilterName, TokenLogprobs, Trajectories
-from async_rl.trainer.metrics import lag_buckets, token_sums
+from async_rl.trainer.metrics import lag_buckets, old_columns, token_sums
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
 from async_rl.trainer.planning import UpdatePlan
@@ -30,7 +30,7 @@ from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import TrainingSequence
 
-_LOSS_COLUMNS = ("behaviour_logprobs", "lag_bucket", "advantages", "token_weights", "trajectory")
+_LOSS_COLUMNS = ("behaviour_logprobs", "lag_bucket", "exact", "advantages", "token_weights", "trajectory")
 """Per-token inputs of the loss."""
 
 TOKEN_RESULTS = ("current", "filters", "gradient")
@@ -106,6 +106,9 @@ class MicroBatchResults:
     """Tokens on this rank with a shared token counted once, and for each of its sequences."""
     behaviour_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     """float32 [n], the column of the micro-batch."""
+    old: tuple[Tensor, Tensor] | None = None
+    """float32 [n], old logprobs, the behaviour logprobs of tokens whose version is not stored, and bool [n], the fresh
+    tokens; None if none were computed."""
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Columns [n] that later passes get in addition to, or in place of, those of the batch."""
     tables: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -116,6 +119,16 @@ class MicroBatchResults:
     """Results of the objective, without those per token."""
     token_results: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Results of the objective `policy` [n]; see TOKEN_RESULTS."""
+
+
+class OldLogprobs(NamedTuple):
+    """Old logprobs of the N tokens in the loss of an update."""
+
+    logprobs: Tensor
+    """float32 [N], NaN for tokens whose version is not stored, fresh tokens, and those of other ranks."""
+    is_fresh: Tensor
+    """bool [N], fresh: the weights at the start of the update sampled the token, so that its logprob in the update is
+    the old one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -184,7 +197,7 @@ class MicroBatchBuilder:
         """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, `position`, `token` and `number`, their
         int64 positions, numbers among all tokens of the micro-batch and among the loss tokens of the update."""
         batch, update, own = self.batch, self.update, np.array(numbers, np.int64)
-        (positions, logprobs, lag, pure), counts = batch.loss_tokens_of(numbers)
+        found, counts = batch.loss_tokens_of(numbers)
         first = counts.cumsum() - counts
         start = batch.lengths[own].cumsum() - batch.lengths[own]
 
@@ -192,16 +205,17 @@ class MicroBatchBuilder:
             return torch.from_numpy(values.repeat(counts))
 
         columns = {
-            "behaviour_logprobs": torch.from_numpy(logprobs),
-            "lag_bucket": lag_buckets(torch.from_numpy(lag), torch.from_numpy(pure)),
+            "behaviour_logprobs": torch.from_numpy(found.logprobs),
+            "lag_bucket": lag_buckets(torch.from_numpy(found.lag), torch.from_numpy(found.pure)),
+            "exact": torch.from_numpy(found.exact),
             "advantages": of_sequences(batch.advantages[own]),
             "token_weights": of_sequences(update.token_weights[own]),
             "trajectory": of_sequences(batch.trajectory[own]),
-            "token": torch.from_numpy(positions) + of_sequences(start),
-            "position": torch.from_numpy(positions),
-            "number": torch.arange(len(positions)) + of_sequences(update.first_loss_token[own] - first),
+            "token": torch.from_numpy(found.positions) + of_sequences(start),
+            "position": torch.from_numpy(found.positions),
+            "number": torch.arange(len(found.positions)) + of_sequences(update.first_loss_token[own] - first),
         }
-        return TensorDict(columns, batch_size=[len(positions)])
+        return TensorDict(columns, batch_size=[len(found.positions)])
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
         """Kept tokens at the tokens in the loss, with numbers `tokens` int64 [n] in the micro-batch."""
@@ -255,11 +269,13 @@ class MicroBatches:
 
     Attributes:
         results: one object per micro-batch.
+        old: of the tokens of the update on this rank; None if none were computed.
     """
 
     def __init__(self, builder: MicroBatchBuilder, sequences: Sequence[Sequence[int]]) -> None:
         self._builder = builder
         self._sequences = sequences
+        self.old: OldLogprobs | None = None
         self.results = [MicroBatchResults() for _ in sequences]
 
     def __len__(self) -> int:
@@ -275,6 +291,17 @@ class MicroBatches:
         uses = micro_batch.context.rows.uses
         results.num_rows = int(uses.count_nonzero()), int(uses.sum())
         micro_batch.columns |= results.columns
+        if self.old is not None:
+            old, fresh = (
+                column[micro_batch.numbers].to(micro_batch.targets.device)
+                for column in (self.old.logprobs, self.old.is_fresh)
+            )
+            micro_batch.columns |= {
+                "old_logprobs": torch.where(old.isnan(), results.behaviour_logprobs, old),
+                "old_known": fresh | ~old.isnan(),
+                "old_fresh": fresh,
+            }
+            results.old = micro_batch.columns["old_logprobs"], fresh
         if (routing := micro_batch.context.routing) is not None:
             results.routing_sums = routing.sums
             if routing.mode == "record":
@@ -342,6 +369,9 @@ class Objective:
         logprobs = TokenLogprobs(
             current=current,
             behaviour=behaviour,
+            old=torch.where(columns["old_fresh"], current.detach(), columns["old_logprobs"])
+            if "old_logprobs" in columns
+            else None,
             # Without a proximal pass the batch is one update, so the current policy is the proximal policy.
             proximal=columns.get("proximal_logprobs", current.detach()),
             reference=columns.get("reference_logprobs"),
@@ -356,12 +386,14 @@ class Objective:
         )
         loss = (columns["token_weights"] * token_loss).sum()
         with torch.no_grad():
+            both = {"current": current, "behaviour": behaviour}
             extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
             if self.loss.kl_coefficient > 0 and logprobs.reference is not None:
                 extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.kl_weight_cap)
+            if logprobs.old is not None:
+                extra |= old_columns(logprobs.old, known=columns["old_known"], exact=columns["exact"], **both)
             sums = token_sums(
-                current=current,
-                behaviour=behaviour,
+                **both,
                 entropy=entropy,
                 advantages=advantages,
                 lag_bucket=columns["lag_bucket"],

@@ -102,10 +102,12 @@ class CellResult:
 
 
 IDLE = {"idle/trainer": "trainer idle", "idle/rollout": "replicas idle"}
+OF_OLD_POLICY = {"old/k3": "k3 of the engine", "old/movement_k3": "k3 of the movement"}
 MEANS = {
     "staleness/mean": "staleness",
     **IDLE,
     "mismatch/k3": "k3",
+    **OF_OLD_POLICY,
     "ess/token": "effective samples",
     "clip/fraction": "clipped",
     "length/trained_mean": "tokens per trajectory",
@@ -312,7 +314,9 @@ def table(results: Results) -> Iterator[str]:
         if results.limits_of_bounds:
             columns["limit of the bound"] = results.limit_of_bound
         columns[f"seconds to {target:g}"] = lambda cell: cell.seconds_to(target)
-    means = MEANS if target is not None else {key: name for key, name in MEANS.items() if key not in IDLE}
+    measured = {key for cell in results.cells for key in cell.means}
+    left_out = {key for key in OF_OLD_POLICY if key not in measured} | ({*IDLE} if target is None else set())
+    means = {key: name for key, name in MEANS.items() if key not in left_out}
     columns |= {name: lambda cell, key=key: cell.means.get(key, math.nan) for key, name in means.items()}
     if any(cell.untrained for cell in results.cells):
         columns["dropped or masked tokens"] = lambda cell: cell.untrained

@@ -326,3 +326,16 @@ def test_validation_samples_as_the_rollouts_unless_it_has_sampling_of_its_own():
     assert (greedy.validation_sampling.temperature, greedy.validation_sampling.top_k) == (0.0, -1)
     assert not load_config(["validation.sampling.temperature=0"]).captures_support
     assert load_config(["validation.sampling.top_p=0.9"]).captures_support, "the engines are started for both"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "walks"),
+    [
+        ([], False),
+        (["mismatch.verify=every_token"], True),
+        (["loss=gspo", "loss.ratio=separated"], True),
+        (["mismatch.verify=every_token", "mismatch.max_k3=1e-3", "mismatch.prompts=0"], True),
+    ],
+)
+def test_old_logprobs_are_computed_for_the_check_of_every_token_and_for_losses_that_name_them(overrides, walks):
+    assert load_config(overrides).walks_versions == walks

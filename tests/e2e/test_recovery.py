@@ -31,7 +31,7 @@ from tests.helpers.dense import behaviour_logprobs
 from tests.helpers.lanes import WHOLE_RUN
 
 pytestmark = pytest.mark.timeout(1000)
-OVERRIDES = (*SLOW, "checkpoint.every=3", "task.factory=tests.e2e.tasks:slow_task")
+OVERRIDES = (*SLOW, "checkpoint.every=3", "task.factory=tests.e2e.tasks:slow_task", "mismatch.verify=every_token")
 RUN = load_config([*SMALL, *OVERRIDES])
 
 
@@ -87,6 +87,7 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     assert partial, "no generation was under way"
     assert recovered.replay, "nothing was trained after the checkpoint"
     before = {line["group"]: line for line in lines(directory, "ledger.jsonl")}
+    replayed = max(line["train_step"] for line in lines(directory, "metrics.jsonl"))
     last = len(lines(directory, "metrics.jsonl")) + 3
 
     process = start(directory, warm_starts, *OVERRIDES, f"total_train_steps={last}")
@@ -100,6 +101,8 @@ def test_a_killed_run_continues_with_the_same_prompts_groups_and_tokens(tmp_path
     assert "goes on after train step" in output
 
     steps, groups = check_records(directory, steps=last, staleness=2, trained=2 * last, dropped=0)
+    of_checkpoint = [s for s in steps if s["train_step"] <= replayed and s["tokens"]]
+    assert all(s["old/missing_fraction"] == 0 for s in of_checkpoint), "the versions are in the checkpoint"
     rows = [row for of_step in check_rollouts(directory, steps, groups).values() for row in of_step]
     continued = [(row, h) for row, h in held_before(rows, partial) if len(row["token_ids"]) > len(h) and not h.closed]
     assert continued, "no generation under way continued"

@@ -230,6 +230,7 @@ def start_trainer(
     delta=False,
     direct=None,
     fused=False,
+    old_policy=None,
     **changes,
 ):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
@@ -249,6 +250,7 @@ def start_trainer(
             host=None if direct is None else "127.0.0.1",
             direct=direct,
             recorder=recorder,
+            old_policy=old_policy,
         )
 
 

@@ -6,23 +6,26 @@ trajectory; those of an untrained agent are not in the batch. Every sampled toke
 sequence. Tokens from weights older than `min_update` (staleness.policy=mask) are excluded from the loss and from
 normalisation; they still serve as context.
 
-A token is *pure* if trainer and engine can differ on it by rounding only. It must have lag 0, every position before it
-must have a routing row, and their K/V must come from the current weights over these rows:
-    append, replace, split   K/V of a position is at least as new as its row: every row before the token needs lag 0.
+A token is *exact* if the engine and a trainer with the weights that sampled it can differ on it by rounding only: every
+position before it has a routing row, and its K/V comes from these weights over this row:
+    append, replace, split   K/V of a position is at least as new as its row: every row before the token must come from
+                             the weights that sampled it.
     force                    a resumed request recomputes K/V over the existing rows: the age of the rows is irrelevant.
+    without rows             a resumed request recomputes K/V; both route with their live routers.
     kept K/V                 a request may read any K/V that its group left in the prefix cache. The cache is salted by
-                             group, so its K/V has lag 0 only if the group was admitted at lag 0.
-If the model does not route, the first sampled token with lag above 0 ends the pure positions.
+                             group, so its K/V comes from the weights of the token only if they admitted the group.
+An exact token with lag 0 is *pure*.
 
 Example: a sequence of 7 tokens with the runs (3, 2, 4) and (6, 1, 5) and the row runs (4, 4) and (2, 5) is trained at
-update 5, and version v has v updates. Positions 3 and 4 have lag 1; position 6 has lag 0. It is not pure, because rows
-0 to 3 have lag 1.
+update 5, and version v has v updates. Positions 3 and 4 have lag 1 and are exact; position 6 has lag 0. It is not
+exact, because rows 0 to 3 come from version 4.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -32,7 +35,14 @@ from async_rl.trainer.batch.forest import Int64Array, Prefix
 from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, SequenceHead
 from message_queue.tokens import Float32Array, Int32Array
-from message_queue.training_sequence import BoolArray, Content, GroupContent, SampledRun, TrainingSequence
+from message_queue.training_sequence import (
+    BoolArray,
+    Content,
+    GroupContent,
+    RowRun,
+    SampledRun,
+    TrainingSequence,
+)
 
 
 class BatchError(AsyncRLError, ValueError):
@@ -48,8 +58,13 @@ class LossTokens(NamedTuple):
     """float32 [n], behaviour logprobs."""
     lag: Int64Array
     """int64 [n], staleness in optimizer steps in the mini-batch that trains the sequence."""
-    pure: BoolArray
-    """bool [n], pure as defined at the top of this module; implies lag 0."""
+    exact: BoolArray
+    """bool [n], exact as defined at the top of this module."""
+
+    @property
+    def pure(self) -> BoolArray:
+        """bool [n], exact with lag 0."""
+        return self.exact & (self.lag == 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +126,10 @@ class TrainingBatch:
     shared: Sequence[Prefix] = ()
     """[S], the longest prefix of each sequence that an earlier one has too, as its number in the batch and tokens;
     empty if they are not known. The micro-batches are planned by them; ranks compare the content itself."""
+    heads: Sequence[SequenceHead] = ()
+    """[S], versions that sampled the tokens of each sequence; empty if they are not known."""
+    only_update: int | None = None
+    """Optimizer updates of the weights whose tokens alone are in the loss; None for all. See `of_update`."""
     rewards: BatchRewards | None = None
     """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
     recorded: RecordedGroups = field(default_factory=RecordedGroups)
@@ -142,6 +161,8 @@ class TrainingBatch:
         """
         group, trajectory, at = self.index[number].tolist()
         sequence = self.content(group)[trajectory][at]
+        if self.only_update is not None:
+            return first_tokens(sequence, int(self.lengths[number]))
         if len(sequence) != self.lengths[number]:
             raise BatchError(
                 f"sequence {at} of trajectory {trajectory} of group {group} of the batch has {len(sequence)} tokens, "
@@ -172,28 +193,50 @@ class TrainingBatch:
         of, first = place.repeat(tokens), tokens.cumsum() - tokens
         positions = np.arange(tokens.sum()) + (starts - first).repeat(tokens)
         lag, kept = (now[place] - updates).repeat(tokens), (updates >= self.min_update).repeat(tokens)
-        last = np.array([*map(self._last_fresh, numbers, sequences, now.tolist())], np.int64)
-        pure = (lag == 0) & (positions <= last[of])
+        if self.only_update is not None:
+            kept &= (updates == self.only_update).repeat(tokens)
+        ends = np.array(
+            [self._end_of_exact(numbers[i], sequences[i], update) for i, update in zip(place, updates, strict=True)],
+            np.int64,
+        )
+        exact = positions <= ends.repeat(tokens)
         logprobs = np.concatenate([np.zeros(0, np.float32), *(sequence.logprobs for sequence in sequences)])
         counts = np.bincount(of[kept], minlength=len(sequences))
-        return LossTokens(positions[kept], logprobs[kept], lag[kept], pure[kept]), counts
+        return LossTokens(positions[kept], logprobs[kept], lag[kept], exact[kept]), counts
 
-    def _last_fresh(self, number: int, sequence: TrainingSequence, now: int) -> int:
-        """The last position whose logprob is over K/V of the current weights alone; -1 if old K/V may be among it."""
-        old_kv = self.retained_kv and self.admitted_updates[self.index[number, 0]] != now
-        return -1 if old_kv else self._num_fresh(sequence, now)
+    def of_update(self, update: int) -> TrainingBatch:
+        """The batch with the tokens alone that weights of `update` optimizer updates sampled.
 
-    def _num_fresh(self, sequence: TrainingSequence, now: int) -> int:
-        """Number of leading positions whose K/V the current weights computed over the replayed rows."""
+        A sequence ends with the last of these; without one it keeps its length.
+        """
+        lengths, counts = self.lengths.copy(), np.zeros(len(self), np.int64)
+        for number, head in enumerate(self.heads):
+            for (version, tokens), end in zip(head.spans, head.ends, strict=True):
+                if self._updates(version) == update >= self.min_update and tokens:
+                    counts[number] += tokens
+                    lengths[number] = end
+        return replace(self, lengths=lengths, num_loss_tokens=counts, only_update=update, rewards=None)
+
+    @property
+    def sampled_at(self) -> list[int]:
+        """Optimizer updates of the weights that sampled the tokens in the loss, newest first."""
+        found = {self._updates(version) for head in self.heads for version, tokens in head.spans if tokens}
+        return sorted((update for update in found if update >= self.min_update), reverse=True)
+
+    def _end_of_exact(self, number: int, sequence: TrainingSequence, update: int) -> int:
+        """The last position at which a token that weights of `update` updates sampled is exact; -1 for none."""
+        if self.retained_kv and self._admitted_update(number) != update:
+            return -1
         if sequence.rows is None:
-            runs = (*sequence.shared, *sequence.runs)
-            return next((run.start for run in runs if self._updates(run.version) < now), len(sequence))
-        fresh = 0
-        for rows, version in sequence.row_runs:
-            if version < 0 or (self._updates(version) != now and not (sequence.recomputed and not self.retained_kv)):
-                break
-            fresh += rows
-        return fresh
+            return len(sequence)
+        any_age = sequence.recomputed and not self.retained_kv
+        of_token = takewhile(
+            lambda run: run.version >= 0 and (any_age or self._updates(run.version) == update), sequence.row_runs
+        )
+        return sum(run.rows for run in of_token)
+
+    def _admitted_update(self, number: int) -> int:
+        return self.admitted_updates[self.index[number, 0]]
 
     def _updates(self, version: int) -> int:
         return _updates_of(version, self.version_updates)
@@ -254,6 +297,7 @@ def training_batch(
         temperature=temperature,
         admitted_updates=[head.admitted_update for head in heads],
         shared=_prefixes(heads, of_group=table[:, 0]),
+        heads=[heads[g].trajectories[t].sequences[at] for g, t, at in table[:, :3].tolist()],
         rewards=rewards,
     )
 
@@ -283,6 +327,29 @@ def _prefixes(heads: Sequence[GroupHead], *, of_group: Int64Array) -> list[Prefi
         own = head.prefixes if len(head.prefixes) == count else [(-1, 0)] * count
         found += [(first + number if number >= 0 else -1, tokens) for number, tokens in own]
     return found
+
+
+def first_tokens(sequence: TrainingSequence, length: int) -> TrainingSequence:
+    """The first `length` tokens of a sequence; they end before or after a sampled run, not in it."""
+
+    def before(runs: Sequence[SampledRun]) -> tuple[SampledRun, ...]:
+        return tuple(run for run in runs if run.start < length)
+
+    runs, starts = before(sequence.runs), np.cumsum([0, *(run.rows for run in sequence.row_runs)]).tolist()
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[:length],
+        runs=runs,
+        logprobs=sequence.logprobs[: sum(run.tokens for run in runs)],
+        rows=None if sequence.rows is None else sequence.rows[:length],
+        row_runs=tuple(
+            RowRun(min(run.rows, length - start), run.version)
+            for run, start in zip(sequence.row_runs, starts, strict=False)
+            if start < length
+        ),
+        support=None if sequence.support is None else sequence.support.take(np.arange(length)),
+        shared=before(sequence.shared),
+    )
 
 
 def supervised_batch(examples: Sequence[tuple[Int32Array, BoolArray]]) -> TrainingBatch:

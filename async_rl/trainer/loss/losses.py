@@ -2,7 +2,13 @@
 
 In the equations, r = current / behaviour, A is the advantage, clip(r) is r within [1 - clip_low, 1 + clip_high], and
 sg() stops the gradient. `proximal` is the trainer's policy before the first optimizer step of the batch, `behaviour`
-the engine's policy. Papers without a separate engine call both "old policy".
+the engine's policy. Papers without a separate engine call both "old policy". `old` is the trainer's policy with the
+weights of the version that sampled the token.
+
+With `ratio=separated` an equation is over `old`: it takes the place of proximal, or of behaviour if the equation has no
+proximal; a factor min(old / behaviour, 2) then corrects for the engine. A stale token's ratio to behaviour is
+(current / old) x (old / behaviour): the first factor is the movement of the weights alone, the second the numerics of
+the engine alone (the split of arXiv 2605.12070).
 
 A new objective is a new class here, listed in `LossConfig`. All tensors have one entry per token in the loss.
 """
@@ -22,10 +28,12 @@ from async_rl.trainer.loss.ratios import (
     ANY,
     BEHAVIOUR,
     CURRENT,
+    OLD,
     PROXIMAL,
     FilterName,
     Interval,
     Ratio,
+    Source,
     TokenLogprobs,
     Trajectories,
     Weight,
@@ -45,8 +53,10 @@ Aggregation = Literal["token_mean", "sequence_mean", "group_mean", "fixed_length
 KLEstimator = Literal["k1", "k2", "k3"]
 CountedGroups = Literal["all", "informative"]
 KLPlace = Literal["loss", "reward"]
+PolicyRatio = Literal["combined", "separated"]
 
 _LARGEST_KL_RATIO = 3.0  # nat
+_ENGINE_WEIGHT_CAP = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Surrogate:
             factor, changed = weight(logprobs, advantages=advantages, trajectories=trajectories)
             value = factor * value
             if weight.filter is not None:
-                touched[weight.filter] = changed
+                touched[weight.filter] = touched.get(weight.filter, False) | changed
         return -value, touched
 
 
@@ -83,6 +93,9 @@ class PolicyLoss(ABC):
     needs_proximal_pass: ClassVar[bool] = False
     """Whether the loss of a token depends on the proximal logprobs of all tokens of the update."""
 
+    ratio: PolicyRatio = "combined"
+    """`separated` puts `old` into the equation, so that the engine and the movement of the weights are two ratios; see
+    the top of this module. It costs about a forward pass of the batch."""
     aggregation: Aggregation = "token_mean"
     """Mean over all tokens, mean over trajectories of the mean of each, mean over prompt groups of the mean of each, or
     (`fixed_length`) sum over tokens / (trajectories x fixed_length); see `token_weights`."""
@@ -129,8 +142,23 @@ class PolicyLoss(ABC):
     def surrogate(self) -> Surrogate:
         """The equation of the objective."""
 
+    @property
+    def _behaviour(self) -> Source:
+        """Denominator of an equation without proximal; `_engine` are the weights that correct for it."""
+        return OLD if self.ratio == "separated" else BEHAVIOUR
+
+    @property
+    def _engine(self) -> tuple[Weight, ...]:
+        return (truncate(OLD / BEHAVIOUR, cap=_ENGINE_WEIGHT_CAP),) if self.ratio == "separated" else ()
+
+    @property
+    def _proximal(self) -> Source:
+        """The middle of behaviour / middle / current."""
+        return OLD if self.ratio == "separated" else PROXIMAL
+
     def surrogate_of_update(self, log_ratios: Tensor) -> Surrogate:
-        """The equation in an update whose tokens have these log(proximal / behaviour) [N], on all ranks."""
+        """The equation in an update whose tokens have these log(proximal / behaviour) [N], on all ranks; with
+        `ratio=separated` they are log(proximal / old)."""
         return self.surrogate()
 
     @property
@@ -144,6 +172,13 @@ class PolicyLoss(ABC):
         return self.kl_coefficient > 0 and self.kl_in == "reward"
 
     @property
+    def needs_old_policy(self) -> bool:
+        """Whether the equation has old logprobs."""
+        return self.ratio == "separated" or any(
+            OLD in (w.ratio.numerator, w.ratio.denominator) for w in self.surrogate().weights
+        )
+
+    @property
     def needs_whole_trajectories(self) -> bool:
         """Whether all tokens of a trajectory must be in one micro-batch."""
         return any(w.ratio.level != "token" for w in self.surrogate().weights)
@@ -151,7 +186,7 @@ class PolicyLoss(ABC):
     @property
     def filters(self) -> tuple[FilterName, ...]:
         """Names of the filters of the objective, in the order of `Surrogate.weights`."""
-        return tuple(w.filter for w in self.surrogate().weights if w.filter is not None)
+        return tuple(dict.fromkeys(w.filter for w in self.surrogate().weights if w.filter is not None))
 
 
 @bounded("loss")
@@ -187,7 +222,7 @@ class PPOClip(ClippedLoss):
     """Name of the objective."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((self.clipped(CURRENT / BEHAVIOUR),))
+        return Surrogate((*self._engine, self.clipped(CURRENT / self._behaviour)))
 
 
 @bounded("loss")
@@ -204,8 +239,8 @@ class DecoupledPPO(ClippedLoss):
     """Upper bound on proximal / behaviour."""
 
     def surrogate(self) -> Surrogate:
-        correction = truncate(PROXIMAL / BEHAVIOUR, cap=self.behaviour_weight_cap)
-        return Surrogate((correction, self.clipped(CURRENT / PROXIMAL)))
+        correction = truncate(self._proximal / BEHAVIOUR, cap=self.behaviour_weight_cap)
+        return Surrogate((correction, self.clipped(CURRENT / self._proximal)))
 
 
 @bounded("loss")
@@ -222,7 +257,8 @@ class TIS(PolicyLoss):
     """Upper bound on current / behaviour."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((truncate(CURRENT / BEHAVIOUR, cap=self.behaviour_weight_cap),), score=True)
+        weight = truncate(CURRENT / self._behaviour, cap=self.behaviour_weight_cap)
+        return Surrogate((*self._engine, weight), score=True)
 
 
 @bounded("loss")
@@ -239,8 +275,8 @@ class IcePop(ClippedLoss):
     """Tokens whose proximal / behaviour is above this are dropped."""
 
     def surrogate(self) -> Surrogate:
-        calibration = mask(PROXIMAL / BEHAVIOUR, low=self.mask_low, high=self.mask_high)
-        return Surrogate((calibration, self.clipped(CURRENT / PROXIMAL)))
+        calibration = mask(self._proximal / BEHAVIOUR, low=self.mask_low, high=self.mask_high)
+        return Surrogate((calibration, self.clipped(CURRENT / self._proximal)))
 
 
 @bounded("loss")
@@ -257,7 +293,8 @@ class DIS(PolicyLoss):
     """Tokens with a ratio above 1 + clip_high are dropped."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((mask(CURRENT / BEHAVIOUR, low=1 - self.clip_low, high=1 + self.clip_high),), score=True)
+        weight = mask(CURRENT / self._behaviour, low=1 - self.clip_low, high=1 + self.clip_high)
+        return Surrogate((*self._engine, weight), score=True)
 
 
 @bounded("loss")
@@ -272,7 +309,8 @@ class CISPO(PolicyLoss):
     """Ratios above 1 + clip_high are clipped."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((clip(CURRENT / BEHAVIOUR, low=1 - self.clip_low, high=1 + self.clip_high),), score=True)
+        weight = clip(CURRENT / self._behaviour, low=1 - self.clip_low, high=1 + self.clip_high)
+        return Surrogate((*self._engine, weight), score=True)
 
 
 @bounded("loss")
@@ -297,7 +335,8 @@ class M2PO(PolicyLoss):
     def surrogate_of_update(self, log_ratios: Tensor) -> Surrogate:
         bound = second_moment_bound(log_ratios, limit=self.max_second_moment)
         near = Interval(math.exp(-bound), math.exp(min(bound, 700.0)))
-        return Surrogate((keep(PROXIMAL / BEHAVIOUR, positive=near, negative=near), unbounded(CURRENT / BEHAVIOUR)))
+        moved = keep(PROXIMAL / self._behaviour, positive=near, negative=near)
+        return Surrogate((*self._engine, moved, unbounded(CURRENT / self._behaviour)))
 
 
 @bounded("loss")
@@ -322,8 +361,8 @@ class GSPO(ClippedLoss):
     """See `PolicyLoss`; the paper has the mean over trajectories."""
 
     def surrogate(self) -> Surrogate:
-        correction = truncate((PROXIMAL / BEHAVIOUR).geometric, cap=self.behaviour_weight_cap)
-        return Surrogate((correction, self.clipped((CURRENT / PROXIMAL).geometric)))
+        correction = truncate((self._proximal / BEHAVIOUR).geometric, cap=self.behaviour_weight_cap)
+        return Surrogate((correction, self.clipped((CURRENT / self._proximal).geometric)))
 
 
 @bounded("loss")
@@ -343,7 +382,8 @@ class SequenceTIS(PolicyLoss):
     """See `PolicyLoss`."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((truncate((CURRENT / BEHAVIOUR).product, cap=self.behaviour_weight_cap),), score=True)
+        weight = truncate((CURRENT / self._behaviour).product, cap=self.behaviour_weight_cap)
+        return Surrogate((*self._engine, weight), score=True)
 
 
 @bounded("loss")
@@ -358,7 +398,8 @@ class SequenceMIS(PolicyLoss):
     """See `PolicyLoss`."""
 
     def surrogate(self) -> Surrogate:
-        return Surrogate((mask((CURRENT / BEHAVIOUR).product, high=self.behaviour_weight_cap),), score=True)
+        weight = mask((CURRENT / self._behaviour).product, high=self.behaviour_weight_cap)
+        return Surrogate((*self._engine, weight), score=True)
 
 
 @bounded("loss")
@@ -375,8 +416,8 @@ class SequenceMask(ClippedLoss):
     """See `PolicyLoss`."""
 
     def surrogate(self) -> Surrogate:
-        r, near = CURRENT / BEHAVIOUR, Interval(low=math.exp(-self.max_sequence_drift))
-        return Surrogate((keep(r.geometric, positive=ANY, negative=near), self.clipped(r)))
+        r, near = CURRENT / self._behaviour, Interval(low=math.exp(-self.max_sequence_drift))
+        return Surrogate((*self._engine, keep(r.geometric, positive=ANY, negative=near), self.clipped(r)))
 
 
 LossConfig = Annotated[

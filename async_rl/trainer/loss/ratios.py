@@ -1,6 +1,8 @@
 """A bounded ratio of two named logprobs as importance weight. The policy losses are products of such weights.
 
     behaviour  of the engine that sampled            (no gradient)
+    old        of the trainer with the weights of    (no gradient)
+               the version that sampled
     proximal   of the trainer before the batch       (no gradient)
     current    of the weights being trained          (gradient)
     reference  of a frozen model, for the KL term    (no gradient)
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-SourceName = Literal["behaviour", "proximal", "current"]
+SourceName = Literal["behaviour", "old", "proximal", "current"]
 Level = Literal["token", "product", "geometric"]
 FilterName = Literal["clip", "truncate", "mask"]
 _LARGEST_LOG = 80.0  # exp of this is finite in float32 and larger than any bound
@@ -37,6 +39,8 @@ class TokenLogprobs:
     """float32 [n]."""
     reference: Tensor | None = None
     """float32 [n]; None without a KL term."""
+    old: Tensor | None = None
+    """float32 [n]; None if they were not computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +80,7 @@ class Source:
         return Ratio(self, denominator)
 
 
-BEHAVIOUR, PROXIMAL, CURRENT = Source("behaviour"), Source("proximal"), Source("current")
+BEHAVIOUR, OLD, PROXIMAL, CURRENT = Source("behaviour"), Source("old"), Source("proximal"), Source("current")
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,8 @@ class Manifest:
     """Optimizer updates so far, as Adam counts them: without updates that had no gradient."""
     reference: bool
     """Whether the checkpoint contains the reference weights of a KL term."""
+    versions: bool = False
+    """Whether the checkpoint contains the stored versions of each rank."""
     start: str | None = None
     """Folder of the start checkpoint, whose weights LoRA adapters belong to; None without LoRA."""
 

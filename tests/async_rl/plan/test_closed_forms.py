@@ -79,6 +79,16 @@ def test_a_shared_prompt_is_trained_once_for_its_group():
     assert shared / separate == pytest.approx((200 + 4 * 100) / (4 * 300), rel=CLOSE)
 
 
+def test_old_logprobs_of_stale_tokens_cost_a_third_of_their_training():
+    without, with_old = (
+        simulate(describe(bound=3, train_tokens_per_s=100, workload={"old_policy": each}), steps=6).step_s
+        for each in (False, True)
+    )
+    assert with_old / without == pytest.approx(1 + 1 / 3, rel=CLOSE)
+    fresh = describe(train_tokens_per_s=100, workload={"old_policy": True})
+    assert simulate_synchronous(fresh, steps=4).step_s == pytest.approx(1 + 8, rel=CLOSE)
+
+
 def test_step_at_the_limit_of_the_trainer_with_the_staleness_of_the_bound():
     for bound in (1, 3):
         seen = simulate(describe(bound=bound, train_s=3.0), steps=6)

@@ -3,6 +3,7 @@ around it: KL, entropy, aggregation; and refusals of a configuration.
 """
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -95,18 +96,23 @@ def example(seed, *, tokens=24, trajectories=4, spread=0.5):
     return current, behaviour, proximal, advantages, trajectory
 
 
-def ours(name, current, behaviour, proximal, advantages, trajectory, **config):
+def ours(name, current, behaviour, proximal, advantages, trajectory, *, old=None, **config):
     """Loss [n] and, for each filter, the tokens that it changed; `current` may be a tensor."""
     tensor = lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.array(x), dtype=torch.float64)  # noqa: E731
     config = make_loss(name, bounds={"clip_low": 0.2, "clip_high": 0.28}, **config)
     count = int(max(trajectory, default=-1)) + 1
     return policy_loss(
-        TokenLogprobs(current=tensor(current), behaviour=tensor(behaviour), proximal=tensor(proximal)),
+        TokenLogprobs(
+            current=tensor(current),
+            behaviour=tensor(behaviour),
+            proximal=tensor(proximal),
+            old=None if old is None else tensor(old),
+        ),
         advantages=tensor(advantages),
         entropy=torch.zeros(len(trajectory), dtype=torch.float64),
         config=config,
         trajectories=Trajectories(index=torch.tensor(np.array(trajectory, np.int64)), count=count),
-        surrogate=config.surrogate_of_update(tensor(proximal) - tensor(behaviour)),
+        surrogate=config.surrogate_of_update(tensor(proximal) - tensor(behaviour if old is None else old)),
     )
 
 
@@ -119,19 +125,62 @@ def test_each_token_has_the_loss_of_its_equation(name, seed, tokens):
     assert all(t.shape == (tokens,) for t in touched.values())
 
 
+WITH_PROXIMAL = ("decoupled_ppo", "icepop", "gspo")
+
+
+def assert_gradient(gradient, current, equation, *, step=1e-6):
+    """The gradient is that of the sum of `equation`, by differences."""
+    for t, found in enumerate(gradient.tolist()):
+        ends = []
+        for sign in (1, -1):
+            moved = current.copy()
+            moved[t] += sign * step
+            ends.append(sum(equation(moved)))
+        assert found == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
+
+
+def separated_losses(name, current, advantages, trajectory, *, behaviour, old, proximal, **given):
+    """The equation over old in place of proximal, or of behaviour with a cut weight old / behaviour."""
+    if name in WITH_PROXIMAL:
+        return plain_losses(name, current, behaviour, old, advantages, trajectory, **given)
+    losses = plain_losses(name, current, old, proximal, advantages, trajectory, **given)
+    return [min(math.exp(o - b), 2.0) * loss for o, b, loss in zip(old, behaviour, losses, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_separated_ratio_corrects_the_engine_and_bounds_the_movement(name, seed):
+    current, behaviour, proximal, *others = example(seed, spread=SPREAD.get(name, 0.5))
+    old = behaviour + np.random.default_rng(seed).normal(0, 0.6, len(behaviour))
+    x = torch.tensor(current, requires_grad=True)
+    loss, touched = ours(name, x, behaviour, proximal, *others, old=old, ratio="separated")
+    equation = partial(separated_losses, name, behaviour=behaviour, old=old, proximal=proximal)
+    assert loss.tolist() == pytest.approx(equation(current, *others), rel=1e-12)
+    assert set(touched) == set(make_loss(name, ratio="separated").filters)
+    cut = (np.exp(old - behaviour) > 2) & (others[0] != 0)
+    if name not in WITH_PROXIMAL:
+        _, of_movement = ours(name, current, old, proximal, *others)
+        assert touched["truncate"].numpy()[cut].all(), "by the weight of the engine"
+        assert all(touched[each][changed].all() for each, changed in of_movement.items()), (
+            "by the bound of the movement"
+        )
+    loss.sum().backward()
+    assert_gradient(x.grad, current, lambda moved: equation(moved, *others, frozen=current))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITH_PROXIMAL])
+def test_without_engine_error_a_separated_ratio_is_the_combined_one(name):
+    given = example(3, spread=SPREAD.get(name, 0.5))
+    separated, _ = ours(name, *given, old=given[1], ratio="separated")
+    assert separated.tolist() == pytest.approx(ours(name, *given)[0].tolist(), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_gradient_is_that_of_the_equation_with_constant_weights(name):
     current, *others = example(7)
     x = torch.tensor(current, requires_grad=True)
     ours(name, x, *others)[0].sum().backward()
-    step = 1e-6
-    for t in range(len(current)):
-        ends = []
-        for sign in (1, -1):
-            moved = current.copy()
-            moved[t] += sign * step
-            ends.append(sum(plain_losses(name, moved, *others, frozen=current)))
-        assert x.grad[t].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-7)
+    assert_gradient(x.grad, current, lambda moved: plain_losses(name, moved, *others, frozen=current))
 
 
 @pytest.mark.parametrize("name", ["icepop", "dis", "sequence_mis", "m2po", "sequence_mask"])

@@ -16,6 +16,7 @@ from async_rl.trainer.planning import Planner
 from async_rl.trainer.step import MicroBatchBuilder
 from message_queue.tokens import RoutingSpec
 from tests.async_rl.trainer.test_training_batch import as_groups, batch_of, forked_trajectory
+from tests.helpers.versions import PROMPT, mixed_batch
 from tests.parallel.support import EXPERTS, LAYERS, TOP_K, TRAINER, add_random_support, make_batch, training_batch_of
 
 ROUTING = RoutingSpec(layers=LAYERS, num_experts=EXPERTS, top_k=TOP_K)
@@ -23,10 +24,10 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 PARTS = st.sampled_from([(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
 
 
-def planner_of(data, context, tensor, *, loss=None, **changes):
+def planner_of(data, context, tensor, *, loss=None, walks=False, **changes):
     parallel = ParallelConfig(context=context, tensor=tensor)
     config = replace(TRAINER, ranks=data * context * tensor, parallel=parallel, **changes)
-    return Planner(config=config, loss=loss or DecoupledPPO())
+    return Planner(config=config, loss=loss or DecoupledPPO(), walks=walks)
 
 
 def numbered(lengths, support=False):
@@ -220,3 +221,28 @@ def test_tokens_that_are_too_old_are_in_no_divisor():
     tokens = batch["loss_mask"].sum(1)
     assert sorted(made_of(plan)[0]) == [1, 2, 3, 4, 5]
     assert plan.updates[0].token_weights[1:].tolist() == pytest.approx((1 / (5 * tokens[1:])).tolist())
+
+
+@pytest.mark.parametrize("updates_per_batch", [1, 2])
+def test_a_walk_forwards_each_sequence_once_for_each_version_but_the_fresh_one(updates_per_batch):
+    spans = [[(0, 6), (2, 3)], [(2, 4)], [(0, 5)], [(1, 2), (2, 6)], [(1, 3), (2, 2)]]
+    mini_batches = {number: number % updates_per_batch for number in range(len(spans))}
+    batch = mixed_batch(spans, update=2, mini_batches=mini_batches)
+    assert planner_of(2, 1, 1, updates_per_batch=updates_per_batch).policy(batch).walk == {}
+    plan = planner_of(2, 1, 1, updates_per_batch=updates_per_batch, walks=True).policy(batch)
+    late = [number for number in (0, 1, 3, 4) if mini_batches[number] > 0]
+    expected = {2: late, 1: [3, 4], 0: [0, 2]}
+    assert {update: each.sequences for update, each in plan.walk.items()} == {u: n for u, n in expected.items() if n}
+    assert plan.walk[0].num_loss_tokens == 11 and plan.walk[1].num_loss_tokens == 5
+    assert plan.walk[0].num_tokens == 2 * PROMPT + 11, "a sequence ends with its last token of the version"
+    for data_rank in range(2):
+        needed = {
+            n for each in (*plan.updates, *plan.walk.values()) for of in each.micro_batches[data_rank] for n in of
+        }
+        assert plan.groups_of(data_rank) == sorted(needed)
+
+
+def test_sequences_without_gradient_are_not_walked():
+    batch = mixed_batch([[(0, 6)], [(0, 4)]], update=1)
+    batch = replace(batch, informative=np.array([True, False]))
+    assert planner_of(1, 1, 1, walks=True).policy(batch).walk[0].sequences == [0]

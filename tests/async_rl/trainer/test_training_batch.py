@@ -8,7 +8,7 @@ import pytest
 
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.forest import prefixes_of
-from async_rl.trainer.batch.training_batch import BatchError, supervised_batch, training_batch
+from async_rl.trainer.batch.training_batch import BatchError, first_tokens, supervised_batch, training_batch
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence, content_of
@@ -191,10 +191,10 @@ def test_prefixes_of_heads_have_the_numbers_of_the_batch():
     assert batch_of(groups, 1.0, 1.0, 1.0).prefixes == [(-1, 0)] * 5, "the content was not compared"
 
 
-@pytest.mark.parametrize("routing", [SPEC, None])
-def test_a_token_after_shared_tokens_of_older_weights_is_not_pure(routing):
+@pytest.mark.parametrize(("routing", "pure"), [(SPEC, []), (None, [6, 7, 6, 7])])
+def test_a_token_after_shared_tokens_of_older_weights_is_pure_only_without_rows(routing, pure):
     assert joined(made_of(forked_trajectory(routing=routing)), "lag") == [2, 2, 0, 0, 0, 0]
-    assert pure_positions(made_of(forked_trajectory(routing=routing))) == []
+    assert pure_positions(made_of(forked_trajectory(routing=routing))) == pure
     assert pure_positions(made_of(forked_trajectory(routing=routing), updates={3: 6, 4: 6})) == [3, 4, 6, 7, 6, 7]
 
 
@@ -294,3 +294,58 @@ def test_tokens_of_weights_with_too_few_updates_are_context(mode):
 def test_a_sequence_whose_tokens_are_all_too_old_is_not_forwarded():
     batch = made_of(updated_trajectory("split"), updated_trajectory(versions=(4, 4)), min_update=5)
     assert batch.informative.tolist() == [False, True, True]
+
+
+def test_the_tokens_of_one_version_end_with_the_last_of_them():
+    batch = made_of(updated_trajectory("force"), updated_trajectory("force", versions=(4, 3)), plain_trajectory())
+    assert batch.sampled_at == [6, 4]
+    for update, lengths, positions in (
+        (4, [5, 11, 5], [3, 4, 5, 6, 9, 10, 3, 4]),
+        (6, [11, 5, 5], [5, 6, 9, 10, 3, 4]),
+    ):
+        part = batch.of_update(update)
+        assert part.lengths.tolist() == lengths
+        assert [len(part.sequence(number)) for number in range(3)] == lengths
+        assert joined(part, "positions") == positions
+        assert part.num_loss_tokens.tolist() == [len(part.loss_tokens(number).positions) for number in range(3)]
+        whole = [batch.loss_tokens(number) for number in range(3)]
+        for number, tokens in enumerate(whole):
+            own = tokens.lag == 6 - update
+            for name in ("positions", "logprobs", "lag", "exact"):
+                expected = getattr(tokens, name)[own].tolist()
+                assert getattr(part.loss_tokens(number), name).tolist() == expected, name
+
+
+def test_tokens_of_a_version_that_is_too_old_for_the_loss_are_none_of_its_tokens():
+    batch = made_of(updated_trajectory("force"), plain_trajectory(), min_update=5)
+    assert batch.sampled_at == [6]
+    assert batch.of_update(4).num_loss_tokens.tolist() == [0, 0]
+
+
+def test_the_first_tokens_of_a_sequence_have_their_rows_support_and_logprobs():
+    batch = made_of(updated_trajectory("append"))
+    whole = batch.sequence(0)
+    first = first_tokens(whole, 5)
+    assert len(first) == 5 and first.token_ids.tolist() == whole.token_ids[:5].tolist()
+    assert first.logprobs.tolist() == whole.logprobs[:2].tolist()
+    assert sum(run.rows for run in first.row_runs) == len(first.rows) == 5
+    assert first.rows.tolist() == whole.rows[:5].tolist()
+    assert first.row_runs == (RowRun(4, 3), RowRun(1, 4))
+    assert first_tokens(whole, 11).row_runs == whole.row_runs
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("append", [3, 4]),  # the newer tokens are over rows of version 3, and K/V of other experts
+        ("force", [3, 4, *NEWEST]),
+        ("replace", NEWEST),  # the older tokens are over rows of version 4
+        ("split", [3, 4, *NEWEST]),
+    ],
+)
+def test_the_mode_decides_the_exact_tokens_at_any_staleness(mode, expected):
+    batch = made_of(updated_trajectory(mode), update=9, updates={3: 4, 4: 6})
+    assert [
+        p for p, is_exact in zip(joined(batch, "positions"), joined(batch, "exact"), strict=True) if is_exact
+    ] == expected
+    assert not any(joined(batch, "pure"))
