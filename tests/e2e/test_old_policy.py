@@ -1,5 +1,6 @@
 """Old logprobs are those under the weights that sampled each token, and verify what replicas have served."""
 
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.trainer.loss.losses import DecoupledPPO, PPOClip
+from async_rl.trainer.loss.losses import M2PO, DecoupledPPO, PPOClip
 from async_rl.trainer.mismatch import MismatchError
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig
 from async_rl.trainer.old_policy.old_policy import OldPolicyConfig
@@ -165,6 +166,18 @@ def test_separated_ratios_have_the_gradient_of_combined_ones_without_engine_erro
         found.append(gradients(trainer))
     for name, expected in found[0].items():
         assert torch.allclose(found[1][name], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())), name
+
+
+@pytest.mark.parametrize(("ratio", "masked"), [("combined", False), ("separated", True)])
+def test_m2po_masks_the_movement_alone_with_separated_ratios(old_trainer, ratio, masked):
+    trainer = old_trainer(loss=M2PO(ratio=ratio, max_second_moment=1e-6), bound=math.inf)
+    batch = trained_to(trainer, mixed_batch(SPANS, update=3), update=3)
+    current = [
+        logprobs.numpy() for logprobs in trainer.logprobs(batch)
+    ]  # as if the error of the engine hid the movement
+    contents = [((replace(of[0][0], logprobs=own),),) for of, own in zip(batch.contents, current, strict=True)]
+    metrics = trainer.train(replace(batch, contents=contents))
+    assert (metrics["mask/fraction"] > 0) == masked
 
 
 def test_the_versions_continue_from_a_checkpoint_as_without_a_restart(old_trainer, tmp_path):
