@@ -43,6 +43,8 @@ class CalculatorConfig:
     """Smallest operand."""
     max_operand: int = 99
     """Largest operand."""
+    distinct_prompts: int | None = None
+    """Training prompts, which come back in the same order; None for an endless stream of new ones."""
     tool_latency_s: float = 0.0
     """Mean seconds of a tool call, exponentially distributed."""
     tool_tail_share: float = 0.0
@@ -54,6 +56,8 @@ class CalculatorConfig:
 
     def __post_init__(self) -> None:
         _ = self.problems, self.latency  # each checks its own fields
+        if self.distinct_prompts is not None and self.distinct_prompts < 1:
+            raise ValueError(f"task.options.distinct_prompts is {self.distinct_prompts}; must be >= 1, or null")
 
     @property
     def problems(self) -> ProblemConfig:
@@ -91,7 +95,8 @@ class CalculatorTask(Task):
 
     def train_prompt(self, index: int) -> Prompt:
         """Prompt `index` of an endless stream; never a held-out question."""
-        rng = random.Random(f"train {self._seed} {index}")
+        number = index % (self._config.distinct_prompts or index + 1)
+        rng = random.Random(f"train {self._seed} {number}")
         return make_prompt(draw_problem(rng, self._config.problems, held_out=False), index=index)
 
     def validation_prompts(self, count: int) -> list[Prompt]:
