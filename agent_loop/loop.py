@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
@@ -67,6 +68,12 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.messages:
             raise ValueError(f"prompt {self.index} has no messages; give at least one")
+
+    @property
+    def key(self) -> str:
+        """Digest of messages and target: equal prompts have one key at all places of the source."""
+        content = repr((self.messages, sorted(self.target.items())))
+        return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
 @bounded("limits")

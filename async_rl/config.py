@@ -35,6 +35,7 @@ from agent_loop.programs.endpoint.config import EndpointConfig
 from async_rl.files.command import prog
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
+from async_rl.files.user_code import user_class
 from async_rl.files.validation import explain
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
@@ -45,7 +46,7 @@ from async_rl.inference.vllm.config import VllmConfig
 from async_rl.metrics.trackers import TrackingConfig
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.task import TaskConfig
-from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.batch.baselines import GRPO, AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -331,7 +332,7 @@ class RunConfig:
     """AdamW and its schedule over `total_train_steps`."""
     loss: LossConfig
     """Policy loss."""
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    advantage: AdvantageConfig = field(default_factory=GRPO)
     """Advantages from rewards."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """Bound on staleness, and what happens to groups that would exceed it."""
@@ -586,7 +587,7 @@ def _with_defaults(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]
     found = {f.name: default for f in fields(kind) if (default := _default_of(f)) is not MISSING} | dict(values)
     for key, value in values.items():
         if isinstance(value, Mapping) and key in hints:
-            for member in _config_classes(hints[key], cast(Mapping[str, Any], value)):
+            for member in _config_classes(hints[key], cast(Mapping[str, Any], value), key=key):
                 found[key] = _with_defaults(member, cast(Mapping[str, Any], value))
     return found
 
@@ -606,7 +607,7 @@ def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") 
             yield f"{prefix}{key} {_nearest(key, known, prefix)}"
         elif isinstance(value, Mapping):
             within = cast(Mapping[str, Any], value)
-            for member in _config_classes(hints[key], within):
+            for member in _config_classes(hints[key], within, key=f"{prefix}{key}"):
                 yield from _unknown_keys(member, within, f"{prefix}{key}.")
 
 
@@ -629,10 +630,15 @@ def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
         yield from dict.fromkeys(key for m in members for key in all_keys(cast(Any, m), f"{prefix}{name}."))
 
 
-def _config_classes(hint: Any, values: Mapping[str, Any]) -> list[type[Any]]:
-    """The config class that `values` are of; of several, the one whose name they carry."""
+def _config_classes(hint: Any, values: Mapping[str, Any], *, key: str) -> list[type[Any]]:
+    """The config class that `values` are of; of several, the one whose name they carry, or a user's class."""
     members = [m for m in get_args(hint) or (hint,) if is_dataclass(m)]
     if len(members) > 1:
+        if ":" in (name := str(values.get("name"))):
+            try:
+                return [user_class(name, key=key)]
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
     return cast(list[type[Any]], members)
 
@@ -694,14 +700,16 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.groups_per_batch is {rollout.groups_per_batch} with trainer.updates_per_batch={per_batch}; a "
             "batch is split into as many mini-batches of equal size by its groups: set a multiple of it"
         )
-    if rollout.trajectories_per_group == 1 and config.advantage.name != "reinforce_plus_plus":
+    advantage = config.advantage
+    if rollout.trajectories_per_group == 1 and advantage.compares == "group":
         yield (
-            f"rollout.trajectories_per_group is 1 with advantage.name={config.advantage.name}, which compares the "
-            "trajectories of a group, so nothing would be trained; use more, or advantage.name=reinforce_plus_plus"
+            f"rollout.trajectories_per_group is 1 with advantage.name={advantage.name}, which compares the "
+            "trajectories of a group, so nothing would be trained; use more, or advantage.name=batch_mean, spo, "
+            "contrastive or reinforce_plus_plus"
         )
-    if rollout.drop_without_spread and config.advantage.name == "reinforce_plus_plus":
+    if rollout.drop_without_spread and advantage.compares == "batch":
         yield (
-            f"rollout.drop_without_spread is {rollout.drop_without_spread} with advantage.name=reinforce_plus_plus, "
+            f"rollout.drop_without_spread is {rollout.drop_without_spread} with advantage.name={advantage.name}, "
             "which compares the trajectories of a batch, so groups without spread are trained too; set it to 0"
         )
     if rollout.failure.on_failed == "fill" and rollout.failure.max_fills > rollout.trajectories_per_group:

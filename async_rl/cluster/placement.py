@@ -16,6 +16,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from async_rl.files.user_code import imported_files
 from async_rl.weights.remote import download, driver_problem, remove, upload
 from message_queue.errors import AsyncRLError
 
@@ -37,6 +38,8 @@ def start_ray(config: ClusterConfig) -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")  # the actors do the work: nothing else should go first
     # The GCS would keep an event of each call, for a dashboard that is not started: 130 kB for each train step.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+    for module in imported_files():
+        cast(Any, ray.cloudpickle).register_pickle_by_value(module)  # Ray has its own copy of cloudpickle
     if config.address is not None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
         return

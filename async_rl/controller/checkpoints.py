@@ -22,6 +22,7 @@ import msgspec
 from async_rl.controller.parts import Trainer
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
 from async_rl.metrics.recorder import Recorder
+from async_rl.trainer.batch.advantage import PromptValue
 from message_queue.contract import QueueSnapshot
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class RunState:
     """First prompt index never handed out."""
     unfinished_prompts: Sequence[int] = ()
     """Indices of prompts handed out, but neither trained nor dropped."""
+    prompt_values: Mapping[str, PromptValue] = field(default_factory=dict[str, PromptValue])
+    """Prompt and agent -> expected reward; see `PromptValues`."""
     queue: QueueSnapshot = field(default_factory=QueueSnapshot)
     """State of the queue; its unfinished groups end as dropped when it is restored."""
 

@@ -52,7 +52,7 @@ from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.recorded import require_closed
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.validator import ValidationSchedule, is_due
-from async_rl.trainer.batch.advantage import has_spread
+from async_rl.trainer.batch.advantage import PromptValues, has_spread
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.transport import WeightUpdate
 from message_queue.contract import Batch
@@ -108,6 +108,7 @@ class Controller:
         self._version = start.param_version
         self._loaded_version = 0
         self._version_updates = updates = dict(start.version_updates)
+        self._values = PromptValues(config.advantage, start.prompt_values) if config.advantage.tracks_prompts else None
         self._drain_records, replay = queue.drain_records, parts.schedule_replay
         self._queue: Stub[TrajectoryQueue] = queue if replay is None else replay.queue(queue, updates=updates)
         self._restored = restored
@@ -380,12 +381,14 @@ class Controller:
 
     async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
         config, groups = self._config, [head.group for head in batch.groups]
-        record = config.rollout.record
+        record, values = config.rollout.record, self._values
+        keys = [] if values is None else [self._prompts.at(head.prompt).key for head in batch.groups]
         prepared = await asyncio.to_thread(
             prepare,
             batch,
             self._contents.of(groups),
             advantage=config.advantage,
+            expected=None if values is None else values.expected(batch.groups, keys),
             version_updates=self._version_updates,
             retained_kv=config.rollout.kv == "keep",
             temperature=config.rollout.sampling.temperature,
@@ -400,6 +403,8 @@ class Controller:
         )
         metrics = await self._trainer.train(replace(prepared.batch, recorded=recorded))
         self._train_step += self._per_batch
+        if values is not None:
+            values.observe(batch.groups, keys, update=batch.update)
         await self._queue.call(
             TrajectoryQueue.trained, groups, train_step=self._train_step, tokens=prepared.gradient_tokens
         )
@@ -505,6 +510,7 @@ class Controller:
             version_updates=dict(self._version_updates),
             prompt_cursor=max([cursor, *(prompt + 1 for prompt in snapshot.prompts)]),
             unfinished_prompts=sorted({*snapshot.prompts, *waiting}),
+            prompt_values={} if self._values is None else dict(self._values.state),
             queue=replace(snapshot, version=version, update=self._version_updates[version], closed=False),
         )
         self._saves.put_nowait(state)

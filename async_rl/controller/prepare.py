@@ -10,7 +10,7 @@ import numpy as np
 
 from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
 from async_rl.rollout.schedule import scheduled_groups
-from async_rl.trainer.batch.advantage import AdvantageConfig, batch_rewards
+from async_rl.trainer.batch.advantage import Advantage, batch_rewards
 from async_rl.trainer.batch.training_batch import Int64Array, RecordedGroups, TrainingBatch, training_batch
 from message_queue.contract import Batch
 from message_queue.heads import GroupHead
@@ -39,7 +39,8 @@ def prepare(
     batch: Batch,
     contents: Sequence[Content],
     *,
-    advantage: AdvantageConfig,
+    advantage: Advantage,
+    expected: Sequence[Mapping[str, float]] | None = None,
     version_updates: Mapping[int, int],
     retained_kv: bool,
     temperature: float = 1.0,
@@ -54,6 +55,7 @@ def prepare(
         batch: G groups.
         contents: [G], GroupContent of each group or a reference to it.
         advantage: how rewards become advantages.
+        expected: [G], see `PromptValues.expected`; None if `advantage` tracks no prompts.
         version_updates: `param_version` -> optimizer updates.
         retained_kv, temperature: see TrainingBatch.
         updates_per_batch: number of mini-batches.
@@ -66,7 +68,7 @@ def prepare(
     groups = [head.group for head in heads]
     sound = [replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed)) for head in heads]
     mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
-    rewards = batch_rewards(sound, advantage)
+    rewards = batch_rewards(sound, advantage, expected=expected)
     advantages = rewards.advantages()
     ages: Any = {"version_updates": version_updates, "min_update": batch.min_update, "mini_batches": mini_batches}
     made = training_batch(

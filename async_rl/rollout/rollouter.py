@@ -22,7 +22,7 @@ from annotated_types import Ge, Lt
 from agent_loop.boundary import boundary
 from agent_loop.bounds import Count, bounded
 from agent_loop.loop import AgentLoop, Prompt
-from agent_loop.timeline import Timeline, enclosing
+from agent_loop.timeline import OpenSpan, Timeline, enclosing
 from agent_loop.user_errors import Failure, failure_of, innermost
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.content.format import RolloutRecord, RolloutStep
@@ -111,6 +111,8 @@ class _Roll:
     """All its trajectories."""
     cancelled: Drop | None = None
     """Reason of a cancel; None if the group was not cancelled."""
+    ended: list[OpenSpan] = field(default_factory=list[OpenSpan])
+    """Spans of the trajectories that have ended and wait for others of the group."""
 
     @property
     def num_sound(self) -> int:
@@ -206,6 +208,8 @@ class Rollouter:
             task.uncancel()
         finally:
             del self._rolls[admission.group]
+            for span in roll.ended:
+                self.timeline.end(span)
         if reason is not None:
             return DroppedGroup(
                 group=admission.group,
@@ -283,8 +287,10 @@ class Rollouter:
             with span as started, enclosing(started):
                 succeeded = await self._run(roll, number)
             if succeeded or self._failure.on_failed != "fill":
-                return
+                break
             number = self._grow(roll)
+        if not all(trajectory.closed for trajectory in roll.trajectories):
+            roll.ended.append(self.timeline.start("wait_group", group=roll.admission.group, trajectory=number))
 
     async def _run(self, roll: _Roll, number: int) -> bool:
         """Run one rollout with its retries; returns whether it succeeded, or raises if its group fails with it."""

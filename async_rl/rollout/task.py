@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import importlib.util
 import inspect
 import pickle
 import re
@@ -32,6 +30,7 @@ from agent_loop.tool_use import ToolUseLoop
 from agent_loop.tools.functions import FunctionTool, ToolClass, ToolSource
 from agent_loop.tools.tool import PauseGate, Tool, ToolRunner, describe_tool
 from agent_loop.user_errors import describe_error
+from async_rl.files.user_code import import_module
 from async_rl.rollout.data import CHECKED, Epochs, PromptFormat, Source, Stream, leave_out, open_rows, split_rows
 from message_queue.tokens import Int32Array
 from message_queue.training_sequence import BoolArray
@@ -410,7 +409,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     """
     module, _, name = config.factory.rpartition(":")
     try:
-        imported = _import_module(module)
+        imported = _unpickle(Path(module)) if module.endswith(".pkl") else import_module(module)
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"task.factory is {config.factory!r}, which cannot be imported: {describe_error(error)}"
@@ -514,20 +513,6 @@ def _set_name(name: str) -> str:
     return f"validation[{name!r}]" if name else "validation"
 
 
-def _import_module(name: str) -> ModuleType:
-    """Import a module or a file `.py`. The recipes of an installed wheel are below `async_rl`."""
-    if name.endswith(".py"):
-        return _import_file(Path(name))
-    if name.endswith(".pkl"):
-        return _unpickle(Path(name))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if name.partition(".")[0] != "recipes" or error.name is None or not error.name.startswith("recipes"):
-            raise
-        return importlib.import_module(f"async_rl.{name}")
-
-
 def pickled_task(task: Task | Callable[..., Task]) -> bytes:
     """A task for other processes and later runs, with the code that a script or a notebook defines.
 
@@ -555,27 +540,4 @@ def _unpickle(path: Path) -> ModuleType:
     sys.path += [each for each in paths if each not in sys.path]
     module = ModuleType("task")
     vars(module)["task"] = pickle.loads(pickled)
-    return module
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Import a file; it finds the modules in its folder."""
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    path = path.resolve()
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    name = f"async_rl_task_{path.stem}"  # not the name of an installed module
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    pickler: Any = cloudpickle
-    pickler.register_pickle_by_value(module)  # other processes cannot import it
     return module

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate
-from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.batch.baselines import GRPO, ReinforcePlusPlus
 from message_queue.trajectory import ResumeRouting
 
 FOR_EVER_S = 1e9
@@ -259,7 +259,7 @@ def draw_scenario(seed: int, *, faults: bool = True) -> Scenario:
         **({"sync.mode": "rolling", "sync.max_paused": max_paused} if max_paused is not None else {}),
         **({"sync.mode": "staged"} if staged else {}),
         "engine.replicas": replicas,
-        "advantage": AdvantageConfig(name="reinforce_plus_plus") if group_size == 1 else AdvantageConfig(),
+        "advantage": ReinforcePlusPlus() if group_size == 1 else GRPO(),
         "staleness.max_staleness": max_staleness,
         "staleness.policy": policy,
         **({"staleness.max_requeues": max_requeues} if policy == "recycle" else {}),

@@ -123,7 +123,7 @@ class ForwardBackward:
             return self.objective("policy")
         counted = micro_batches.results if self.counts_tokens else []
         log_ratios = [self._log_movement(results) for results in counted]
-        surrogate = self._loss.surrogate_of_update(self.of_update(update, micro_batches, log_ratios))
+        surrogate = self._loss.equation(self.of_update(update, micro_batches, log_ratios))
         return self.objective("policy", surrogate=surrogate)
 
     def _log_movement(self, results: MicroBatchResults) -> Tensor:

@@ -30,7 +30,10 @@ from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import TrainingSequence
 
-_LOSS_COLUMNS = ("behaviour_logprobs", "lag_bucket", "exact", "advantages", "token_weights", "trajectory")
+_LOSS_COLUMNS = (
+    *("behaviour_logprobs", "behaviour_rank", "lag_bucket", "exact"),
+    *("advantages", "token_weights", "trajectory"),
+)
 """Per-token inputs of the loss."""
 
 TOKEN_RESULTS = ("current", "filters", "gradient")
@@ -206,6 +209,7 @@ class MicroBatchBuilder:
 
         columns = {
             "behaviour_logprobs": torch.from_numpy(found.logprobs),
+            "behaviour_rank": torch.from_numpy(ranks_within(found.logprobs, of=batch.trajectory[own].repeat(counts))),
             "lag_bucket": lag_buckets(torch.from_numpy(found.lag), torch.from_numpy(found.pure)),
             "exact": torch.from_numpy(found.exact),
             "advantages": of_sequences(batch.advantages[own]),
@@ -323,7 +327,7 @@ class Objective:
     context_group: Any = None
     """Ranks with other tokens of the same trajectories; None for a single rank."""
     surrogate: Surrogate | None = None
-    """The equation of `loss` in this update; None for `loss.surrogate()`."""
+    """The equation of `loss` in this update; None for `loss.equation()`."""
 
     def token_logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
@@ -369,6 +373,7 @@ class Objective:
         logprobs = TokenLogprobs(
             current=current,
             behaviour=behaviour,
+            behaviour_rank=columns["behaviour_rank"],
             old=torch.where(columns["old_fresh"], current.detach(), columns["old_logprobs"])
             if "old_logprobs" in columns
             else None,
@@ -405,6 +410,18 @@ class Objective:
                 filters += changed.to(torch.uint8) << FILTERS.index(name)
         tokens = {"current": current.detach(), "filters": filters, "gradient": _gradient_of(current)}
         return loss, {**sums, "loss": loss.detach(), "trajectory": drift, **tokens}
+
+
+def ranks_within(values: NDArray[np.float32], *, of: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Share of the values [n] with the same number in `of` int64 [n] that are lower; of equal ones the first is lower.
+
+    Values (-1, -3, -2, -5) of (4, 4, 4, 7): (2/3, 0, 1/3, 0).
+    """
+    order = np.lexsort((values, of))
+    _, first, counts = np.unique(of[order], return_index=True, return_counts=True)
+    ranks = np.empty(len(values))
+    ranks[order] = (np.arange(len(values)) - first.repeat(counts)) / counts.repeat(counts)
+    return ranks
 
 
 def _gradient_of(logprobs: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 from async_rl.config import load_config
 from tests.parallel.support import gradients, make_batch, save_tiny_moe, start_trainer
 
-loss = load_config(["loss=capped_proximal", "loss.cap=1.5"]).loss
+loss = load_config({overrides}).loss
 trainer = start_trainer(save_tiny_moe(Path("model")), loss=loss)
 metrics = trainer.train(make_batch())
 norm = max(float(gradient.abs().max()) for gradient in gradients(trainer).values())
@@ -62,14 +62,25 @@ def run(folder, script):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_recipe_of_a_loss_makes_one_that_trains_a_step(copied):
-    code = module_of("docs/guides/loss.md", "capped_proximal.py")
-    losses = copied / "async_rl" / "trainer" / "loss" / "losses.py"
-    insert(losses, "LossConfig = Annotated[", code[code.index("@bounded") :] + "\n\n")
-    losses.write_text(losses.read_text().replace("\n    PPOClip | ", "\n    CappedProximal | PPOClip | "))
-    preset = "name: capped_proximal\n"
-    (copied / "configs" / "loss" / "capped_proximal.yaml").write_text(preset)
-    made = run(copied, LOSS)
+OF_FILE = ["loss.name=my_algorithm.py:CappedProximal", "loss.cap=1.5"]
+OF_PACKAGE = ["loss=capped_proximal", "loss.cap=1.5"]
+NAME = '    name: Literal["capped_proximal"] = "capped_proximal"\n    """Name of the objective."""\n'
+
+
+@pytest.mark.parametrize("overrides", [OF_FILE, OF_PACKAGE], ids=["file", "package"])
+def test_the_recipe_of_a_loss_makes_one_that_trains_a_step(copied, overrides):
+    code = module_of("docs/guides/loss.md", "my_algorithm.py")
+    if overrides is OF_FILE:
+        (copied / "my_algorithm.py").write_text(code)
+    else:
+        own = code[code.index("@bounded") : code.index('@bounded("advantage")')].replace("    cap:", f"{NAME}    cap:")
+        losses = copied / "async_rl" / "trainer" / "loss" / "losses.py"
+        insert(losses, "LossConfig = Annotated[", own)
+        losses.write_text(
+            losses.read_text().replace("        PPOClip\n", "        CappedProximal\n        | PPOClip\n")
+        )
+        (copied / "configs" / "loss" / "capped_proximal.yaml").write_text("name: capped_proximal\n")
+    made = run(copied, LOSS.replace("{overrides}", repr(overrides)))
     assert made["loss"].startswith("CappedProximal(") and "cap=1.5" in made["loss"]
     assert made["metrics"]["truncate/fraction"] == 0  # one update: current equals proximal
     assert made["metrics"]["grad_norm"] > 0 and made["gradient"] > 0

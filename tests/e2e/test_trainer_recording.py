@@ -7,7 +7,7 @@ import pytest
 
 from async_rl.controller.prepare import prepare, recorded_groups
 from async_rl.files.rollouts import RecordConfig, read_steps
-from async_rl.trainer.batch.advantage import AdvantageConfig
+from async_rl.trainer.batch.baselines import GRPO
 from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.recording import RecordingError, RolloutRecorder
@@ -97,7 +97,7 @@ def prepared(made):
     batch = prepare(
         Batch(groups=heads, update=UPDATE, version_updates=versions, min_update=MIN_UPDATE),
         [content_of(group) for group in made],
-        advantage=AdvantageConfig(),
+        advantage=GRPO(),
         version_updates=versions,
         retained_kv=False,
         updates_per_batch=2,

@@ -1,12 +1,20 @@
-"""The policy losses by the name of their objective."""
+"""The policy losses by the name of their objective, and the baselines by theirs."""
 
 from dataclasses import fields
 from typing import get_args
 
+from async_rl.trainer.batch.baselines import AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig, PolicyLoss
 
+
+def by_name(union):
+    """Name -> class, of the classes of a config that are told apart by it."""
+    classes = get_args(get_args(union)[0])
+    return {kind.__dataclass_fields__["name"].default: kind for kind in classes}
+
+
 _COMMON = {"name", *(field.name for field in fields(PolicyLoss))}
-LOSSES = {kind.__dataclass_fields__["name"].default: kind for kind in get_args(get_args(LossConfig)[0])}
+LOSSES, ADVANTAGES = by_name(LossConfig), by_name(AdvantageConfig)
 NAMES = tuple(LOSSES)
 OWN_FIELDS = {
     name: tuple(field.name for field in fields(kind) if field.name not in _COMMON) for name, kind in LOSSES.items()

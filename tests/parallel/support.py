@@ -14,7 +14,7 @@ import torch
 import transformers
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from async_rl.trainer.batch.advantage import AdvantageConfig, BatchRewards
+from async_rl.trainer.batch.advantage import BatchRewards
 from async_rl.trainer.batch.forest import prefixes_of
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
 from async_rl.trainer.loss.losses import DecoupledPPO, LossConfig, policy_loss, token_weights
@@ -26,6 +26,7 @@ from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence
 from tests.conformance.reference import watched_routers
 from tests.helpers import numerics
 from tests.helpers.groups import sets_of
+from tests.helpers.losses import ADVANTAGES
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
 WARNINGS = pytest.mark.filterwarnings(
@@ -153,7 +154,7 @@ def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
         retained_kv=impure,
         admitted_updates=[UPDATE - 1 if impure else UPDATE] * len(contents),
         rewards=BatchRewards(
-            config=AdvantageConfig(name=advantage),
+            config=ADVANTAGES[advantage](),
             values=columns["rewards"].numpy(),
             groups=group,
             agents=np.zeros(count, np.int64),
@@ -382,12 +383,17 @@ def policy_terms(config: LossConfig, *, reference=None, advantage="reinforce_plu
             kl = [(p - r)[own] for p, r, own in zip(logprobs.detach(), reference(logprobs.dtype), mask, strict=True)]
             advantages = torch.cat(penalised_advantages(batch, kl, name=advantage, coefficient=config.kl_coefficient))
         token_loss, _ = policy_loss(
-            TokenLogprobs(current=current, behaviour=behaviour, proximal=current.detach()),
+            TokenLogprobs(
+                current=current,
+                behaviour=behaviour,
+                proximal=current.detach(),
+                behaviour_rank=torch.cat([_ranks(batch["behaviour_logprobs"][i][own]) for i, own in enumerate(mask)]),
+            ),
             advantages=advantages,
             entropy=entropy[mask],
             config=config,
             trajectories=Trajectories(index=of, count=len(batch)),
-            surrogate=config.surrogate_of_update(current.detach() - behaviour),
+            surrogate=config.equation(current.detach() - behaviour),
         )
         weights = token_weights(
             mask.sum(1), aggregation=config.aggregation, group=batch["group"], fixed_length=config.fixed_length
@@ -395,6 +401,11 @@ def policy_terms(config: LossConfig, *, reference=None, advantage="reinforce_plu
         return weights[of] * token_loss
 
     return terms
+
+
+def _ranks(values):
+    """Share of the values [n] that are lower, of equal ones those before."""
+    return values.argsort(stable=True).argsort() / torch.tensor(max(1, len(values)), dtype=torch.float64)
 
 
 def penalised_advantages(batch, kl, *, name, coefficient):
@@ -406,6 +417,15 @@ def penalised_advantages(batch, kl, *, name, coefficient):
     penalised = rewards - coefficient * torch.stack([of.sum() for of in kl])
     if name == "reinforce_plus_plus":
         values = [reward - coefficient * of.flip(0).cumsum(0).flip(0) for reward, of in zip(rewards, kl, strict=True)]
+    elif name == "batch_mean":
+        values = [(value - penalised.mean()).expand(len(of)) for value, of in zip(penalised, kl, strict=True)]
+    elif name == "contrastive":
+        won = penalised > 0.5
+        share = torch.where(won, won.double().mean(), -(~won).double().mean())
+        values = [
+            (0.5 / value if 0 < won.sum() < len(won) else value.sign()).expand(len(of))
+            for value, of in zip(share, kl, strict=True)
+        ]
     else:
         values = []
         for number, of in enumerate(kl):

@@ -1,7 +1,11 @@
-"""Advantages: the reward of a trajectory relative to its prompt group or to the batch.
+"""Advantages: the reward of a trajectory relative to its prompt group, to the batch, or to what its prompt is worth.
 
 If several agents of a program are trained, the part of a rollout that one agent sampled is a separate trajectory here
 and has the reward of that agent. Its advantage is relative to the same agent in the other rollouts.
+
+`baselines` has the classes for `advantage.name`. Every std and variance is the sample estimate, with n - 1 in the
+denominator. The batch is the result of one `take` from the queue before it is split into mini-batches. It excludes
+failed rollouts.
 
 The driver computes them from heads. If the KL is a part of the reward, the trainer ranks recompute them, because
 only the trainer knows the KL of a token (`BatchRewards.with_kl`).
@@ -9,9 +13,10 @@ only the trainer knows the KL of a token (`BatchRewards.with_kl`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,38 +24,60 @@ from numpy.typing import NDArray
 from agent_loop.bounds import bounded
 from message_queue.heads import GroupHead
 
-GroupAdvantageName = Literal["grpo", "dr_grpo", "rloo"]
-AdvantageName = Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-_EPSILON = 1e-6  # of GRPO, as in verl
 _VARIANCE_EPSILON = 1e-8  # of REINFORCE++, as in verl and OpenRLHF
 _SPREAD = 1e-6  # smaller reward differences count as equal
 
 
+class PromptValue(NamedTuple):
+    """Expected reward of a prompt and agent; see `Advantage.observe`."""
+
+    value: float
+    """The estimate."""
+    weight: float
+    """Number of rewards in it; older ones count less."""
+    update: int
+    """Optimizer updates of the weights that were trained on the last one."""
+
+
 @bounded("advantage")
-class AdvantageConfig:
-    """How rewards become advantages.
+class Advantage(ABC):
+    """Base of the baselines.
 
     `mean` and `std` are over the trajectories of the prompt group. `token mean` and `token variance` are over the
     sampled tokens of the batch, and a token has the value of its trajectory. All are over one agent.
-
-    grpo                          (r - mean) / (std + 1e-6). DeepSeekMath, arXiv 2402.03300, without the 1e-6.
-    dr_grpo                       r - mean. Liu et al. 2025, arXiv 2503.20783.
-    rloo                          r - mean of the other trajectories of the group. Ahmadian et al. 2024, arXiv
-                                  2402.14740.
-    reinforce_plus_plus           (r - token mean of r) / sqrt(token variance of r + 1e-8); a group may be a single
-                                  trajectory. Hu et al. 2025, "REINFORCE++", arXiv 2501.03262, as in verl; their KL in
-                                  the reward is loss.kl_in=reward.
-    reinforce_plus_plus_baseline  the same with r - mean in place of r.
-
-    A group with the rewards (1, 0, 0, 0): grpo gives (1.5, -0.5, -0.5, -0.5), dr_grpo (0.75, -0.25, -0.25, -0.25), rloo
-    (1, -1/3, -1/3, -1/3).
-
-    Every std and variance is the sample estimate, with n - 1 in the denominator. The batch is the result of one `take`
-    from the queue before it is split into mini-batches. It excludes failed rollouts.
     """
 
-    name: AdvantageName = "grpo"
-    """One of the names above."""
+    compares: ClassVar[Literal["group", "batch"]] = "group"
+    """Rewards that it compares. With `batch` a group may be a single trajectory."""
+    tracks_prompts: ClassVar[bool] = False
+    """Whether it needs `BatchRewards.expected`, which the run then keeps by prompt, also in its checkpoints."""
+
+    name: str = ""
+    """Name of the baseline, or FILE.py:CLASS or MODULE:CLASS of a user's one."""
+
+    @abstractmethod
+    def of(self, rewards: BatchRewards) -> Advantages:
+        """Advantages of the trajectories."""
+
+    def with_kl(
+        self, rewards: BatchRewards, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float
+    ) -> TokenAdvantages:
+        """See `BatchRewards.with_kl`; baseline and normalisation follow the penalty."""
+        penalties = coefficient * np.bincount(trajectory, weights=kl, minlength=len(rewards.values)).astype(np.float64)
+        found = replace(rewards, values=rewards.values - penalties).advantages().values
+        return TokenAdvantages(tokens=found[trajectory], trajectories=found, penalties=penalties)
+
+    def observe(self, seen: PromptValue | None, reward: float, *, update: int, start: float) -> PromptValue:
+        """The expected reward of a prompt after one more reward; here the mean of all.
+
+        Args:
+            seen: estimate so far; None for a new prompt.
+            reward: of a trajectory of a batch that is trained.
+            update: optimizer updates of the weights at the start of that batch.
+            start: estimate of a new prompt, the mean reward of the batch.
+        """
+        value, weight, _ = seen or PromptValue(start, 0.0, update)
+        return PromptValue(value + (reward - value) / (weight + 1), weight + 1, update)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,7 +117,7 @@ class BatchRewards:
         values (1, 0, 0.5)    groups (0, 0, 1)    agents (1, 1, 0)
     """
 
-    config: AdvantageConfig
+    config: Advantage
     """How rewards become advantages."""
     values: NDArray[np.float64]
     """float64 [S], from the task."""
@@ -100,29 +127,19 @@ class BatchRewards:
     """int64 [S], number of the agent."""
     sampled: NDArray[np.int64]
     """int64 [S], sampled tokens, including tokens that are not in the loss."""
+    expected: NDArray[np.float64] | None = None
+    """float64 [S], expected reward of the prompt and agent before the batch, NaN if it is new; None if
+    `Advantage.tracks_prompts` is False."""
 
     def advantages(self) -> Advantages:
         """Advantages of the trajectories."""
-        match name := self.config.name:
-            case "reinforce_plus_plus":
-                return _over_tokens(self.values, self.sampled, of=self.agents)
-            case "reinforce_plus_plus_baseline":
-                centred = self.values.copy()
-                for places in _parts(self.groups):
-                    rewards = self.values[places]
-                    centred[places] = rewards - rewards.mean() if has_spread(rewards) else 0.0
-                return _over_tokens(centred, self.sampled, of=self.agents)
-            case _:
-                return _of_parts(self.groups, lambda places: group_advantages(self.values[places], name))
+        return self.config.of(self)
 
     def with_kl(self, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float) -> TokenAdvantages:
         """Advantages with the penalty coefficient * KL in the reward, as in verl.
 
-        reinforce_plus_plus  The reward of a token is r minus the penalties of this token and of the later ones (the
-                             return). It is whitened over the sampled tokens of the batch. Sampled tokens that are too
-                             old for the loss are at the front, so their return is that of the whole trajectory.
-        other names          The reward of a trajectory is r minus the penalties of its tokens. Baseline and
-                             normalisation follow as without a penalty.
+        The reward of a trajectory is r minus the penalties of its tokens; `ReinforcePlusPlus` has a reward for each
+        token.
 
         Rewards (1, 0), KL (0.2, 0.4) and (0.1), coefficient 0.5: the penalties are 0.3 and 0.05. With dr_grpo the
         rewards (0.7, -0.05) give the advantages 0.375, 0.375 and -0.375. With reinforce_plus_plus the returns 0.7, 0.8
@@ -133,25 +150,70 @@ class BatchRewards:
             trajectory: int64 [N], ascending, trajectory of each token.
             coefficient: factor of the KL.
         """
-        count = len(self.values)
-        in_loss = np.bincount(trajectory, minlength=count)
-        penalties = coefficient * np.bincount(trajectory, weights=kl, minlength=count).astype(np.float64)
-        penalised = replace(self, values=self.values - penalties)
-        if self.config.name != "reinforce_plus_plus":
-            found = penalised.advantages().values
-            return TokenAdvantages(tokens=found[trajectory], trajectories=found, penalties=penalties)
-        later = [of[::-1].cumsum()[::-1] for of in np.split(kl, in_loss.cumsum()[:-1])]
-        returns = self.values[trajectory] - coefficient * np.concatenate(later)
-        found = _over_tokens(
-            np.concatenate([returns, penalised.values]),
-            np.concatenate([np.ones_like(trajectory), self.sampled - in_loss]),
-            of=np.concatenate([self.agents[trajectory], self.agents]),
-        ).values
-        return TokenAdvantages(tokens=found[: len(kl)], trajectories=found[len(kl) :], penalties=penalties)
+        return self.config.with_kl(self, kl, trajectory=trajectory, coefficient=coefficient)
 
 
-def batch_rewards(groups: Sequence[GroupHead], config: AdvantageConfig) -> BatchRewards:
-    """Rewards of the trajectories of `groups` that did not fail, in the order of `training_batch`."""
+class PromptValues:
+    """Expected reward of each prompt and agent, which the baseline of a run keeps; exact after a restart.
+
+    Args:
+        config: baseline with `tracks_prompts`.
+        state: `state` of the run before.
+    """
+
+    def __init__(self, config: Advantage, state: Mapping[str, PromptValue]) -> None:
+        self._config = config
+        self.state: dict[str, PromptValue] = dict(state)
+
+    def expected(self, groups: Sequence[GroupHead], keys: Sequence[str]) -> list[dict[str, float]]:
+        """Agent -> expected reward, for each group [G]; without the agents of new prompts.
+
+        Args:
+            groups: [G].
+            keys: [G], name of the prompt of each group, equal for equal prompts.
+        """
+        return [
+            {agent: self.state[name].value for agent in _agents(head) if (name := f"{key}/{agent}") in self.state}
+            for head, key in zip(groups, keys, strict=True)
+        ]
+
+    def observe(self, groups: Sequence[GroupHead], keys: Sequence[str], *, update: int) -> None:
+        """Take in the rewards of a batch, in the order of the groups' ids.
+
+        Args:
+            groups: [G].
+            keys: [G], as in `expected`.
+            update: optimizer updates of the weights at the start of the batch.
+        """
+        seen = [
+            (f"{key}/{agent}", agent, t.reward_of(agent))
+            for head, key in sorted(zip(groups, keys, strict=True), key=lambda pair: pair[0].group)
+            for t in head.trajectories
+            for agent in t.trained
+        ]
+        start = {
+            agent: float(np.mean([reward for _, other, reward in seen if other == agent]))
+            for agent in {agent for _, agent, _ in seen}
+        }
+        for name, agent, reward in seen:
+            known = self.state.get(name)
+            self.state[name] = self._config.observe(known, reward, update=update, start=start[agent])
+
+
+def _agents(head: GroupHead) -> set[str]:
+    return {agent for t in head.trajectories for agent in t.trained}
+
+
+def batch_rewards(
+    groups: Sequence[GroupHead], config: Advantage, *, expected: Sequence[Mapping[str, float]] | None = None
+) -> BatchRewards:
+    """Rewards of the trajectories of `groups` that did not fail, in the order of `training_batch`.
+
+    Args:
+        groups: [G].
+        config: how rewards become advantages.
+        expected: [G], see `PromptValues.expected`; None if `config` tracks no prompts.
+    """
     flat = [
         (number, agent, t.reward_of(agent), sum(tokens for i in of_agent for _, tokens in t.sequences[i].spans))
         for number, group in enumerate(groups)
@@ -166,27 +228,15 @@ def batch_rewards(groups: Sequence[GroupHead], config: AdvantageConfig) -> Batch
         groups=np.array([number for number, _, _, _ in flat], np.int64) * len(names) + agents,
         agents=agents,
         sampled=np.array([tokens for _, _, _, tokens in flat], np.int64),
+        expected=None
+        if expected is None
+        else np.array([expected[number].get(agent, np.nan) for number, agent, _, _ in flat], np.float64),
     )
 
 
-def group_advantages(rewards: NDArray[np.float64], name: GroupAdvantageName) -> tuple[NDArray[np.float32], bool]:
-    """Advantages float32 [n] of one group's rewards [n], and False if all rewards are equal."""
-    if not has_spread(rewards):
-        return np.zeros(len(rewards), np.float32), False
-    centred = rewards - rewards.mean()
-    match name:
-        case "grpo":
-            centred = centred / (rewards.std(ddof=1) + _EPSILON)
-        case "rloo":
-            centred = centred * (len(rewards) / (len(rewards) - 1))
-        case "dr_grpo":
-            pass
-    return centred.astype(np.float32), True
-
-
-def _over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64], *, of: NDArray[np.int64]) -> Advantages:
+def over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64], *, of: NDArray[np.int64]) -> Advantages:
     """Whiten `values` [S] of trajectories with `tokens` [S] sampled tokens, for each agent `of` [S] on its own."""
-    return _of_parts(of, lambda places: _whitened(values[places], tokens[places]))
+    return of_parts(of, lambda places: _whitened(values[places], tokens[places]))
 
 
 def _whitened(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
@@ -202,20 +252,20 @@ def _whitened(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> tuple[N
     return (centred / np.sqrt(variance + _VARIANCE_EPSILON)).astype(np.float32), True
 
 
-def _of_parts(
+def of_parts(
     labels: NDArray[np.int64], advantages: Callable[[NDArray[np.int64]], tuple[NDArray[np.float32], bool]]
 ) -> Advantages:
     """Advantages of each part on its own, from its places."""
     values, informative = np.zeros(len(labels), np.float32), np.zeros(len(labels), np.bool_)
-    for places in _parts(labels):
+    for places in parts(labels):
         values[places], informative[places] = advantages(places)
     return Advantages(values=values, informative=informative)
 
 
-def _parts(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+def parts(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Places of each label. Labels (1, 0, 1): [1] and [0, 2]."""
     order = np.argsort(labels, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1)
+    return np.split(order, np.flatnonzero(np.diff(labels[order])) + 1) if len(labels) else []
 
 
 def has_spread(rewards: NDArray[np.float64]) -> bool:

@@ -10,26 +10,29 @@ proximal; a factor min(old / behaviour, 2) then corrects for the engine. A stale
 (current / old) x (old / behaviour): the first factor is the movement of the weights alone, the second the numerics of
 the engine alone (the split of arXiv 2605.12070).
 
-A new objective is a new class here, listed in `LossConfig`. All tensors have one entry per token in the loss.
+A new objective is a new class here, listed in `LossConfig`, or a class of a user's file: `loss.name=FILE.py:CLASS` or
+`loss.name=MODULE:CLASS`. All tensors have one entry per token in the loss.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from agent_loop.bounds import Count, bounded
+from async_rl.files.user_code import or_user_class
 from async_rl.trainer.loss.ratios import (
     ANY,
     BEHAVIOUR,
     CURRENT,
     OLD,
     PROXIMAL,
+    BehaviourRank,
     FilterName,
     Interval,
     Ratio,
@@ -37,11 +40,14 @@ from async_rl.trainer.loss.ratios import (
     TokenLogprobs,
     Trajectories,
     Weight,
+    binary_kl,
     clip,
     keep,
     mask,
     pessimistic_clip,
     second_moment_bound,
+    sources_of,
+    total_variation,
     truncate,
     unbounded,
 )
@@ -93,6 +99,8 @@ class PolicyLoss(ABC):
     needs_proximal_pass: ClassVar[bool] = False
     """Whether the loss of a token depends on the proximal logprobs of all tokens of the update."""
 
+    name: str = ""
+    """Name of the objective, or FILE.py:CLASS or MODULE:CLASS of a user's one."""
     ratio: PolicyRatio = "combined"
     """`separated` puts `old` into the equation, so that the engine and the movement of the weights are two ratios; see
     the top of this module. It costs about a forward pass of the batch."""
@@ -104,6 +112,9 @@ class PolicyLoss(ABC):
     count: CountedGroups = "all"
     """Groups in these means. `all` includes groups with equal rewards, as in the papers; `informative` leaves them out
     of the loss, as if they had not been sampled."""
+    negative_token_share: Annotated[float, Gt(0), Le(1)] = 1.0
+    """Share of the tokens of a trajectory with negative advantage that are trained: those that its engine found least
+    likely (negative token filtering, Wu et al. 2026, arXiv 2606.17250). The others count in the aggregation."""
     kl_coefficient: Annotated[float, Ge(0)] = 0.0
     """Factor of the KL to the reference; 0 for none."""
     kl_in: KLPlace = "loss"
@@ -161,6 +172,15 @@ class PolicyLoss(ABC):
         `ratio=separated` they are log(proximal / old)."""
         return self.surrogate()
 
+    def equation(self, log_ratios: Tensor | None = None) -> Surrogate:
+        """`surrogate`, or `surrogate_of_update` with `log_ratios`, behind the gates that all objectives have."""
+        found = self.surrogate() if log_ratios is None else self.surrogate_of_update(log_ratios)
+        if self.negative_token_share == 1.0:
+            return found
+        # The first ceil(share x tokens) ranks, which are multiples of 1 / tokens, are below the share.
+        least = Interval(high=math.nextafter(self.negative_token_share, 0.0))
+        return replace(found, weights=(keep(BehaviourRank(), positive=ANY, negative=least), *found.weights))
+
     @property
     def needs_every_token(self) -> bool:
         """Whether tokens of groups with equal rewards have a gradient, from KL (also in the reward) or entropy."""
@@ -174,19 +194,17 @@ class PolicyLoss(ABC):
     @property
     def needs_old_policy(self) -> bool:
         """Whether the equation has old logprobs."""
-        return self.ratio == "separated" or any(
-            OLD in (w.ratio.numerator, w.ratio.denominator) for w in self.surrogate().weights
-        )
+        return self.ratio == "separated" or any(OLD in sources_of(w.statistic) for w in self.surrogate().weights)
 
     @property
     def needs_whole_trajectories(self) -> bool:
         """Whether all tokens of a trajectory must be in one micro-batch."""
-        return any(w.ratio.level != "token" for w in self.surrogate().weights)
+        return any(w.statistic.level != "token" for w in self.equation().weights)
 
     @property
     def filters(self) -> tuple[FilterName, ...]:
         """Names of the filters of the objective, in the order of `Surrogate.weights`."""
-        return tuple(dict.fromkeys(w.filter for w in self.surrogate().weights if w.filter is not None))
+        return tuple(dict.fromkeys(w.filter for w in self.equation().weights if w.filter is not None))
 
 
 @bounded("loss")
@@ -420,9 +438,82 @@ class SequenceMask(ClippedLoss):
         return Surrogate((*self._engine, keep(r.geometric, positive=ANY, negative=near), self.clipped(r)))
 
 
+@bounded("loss")
+class DPPO(PolicyLoss):
+    """M r A, M = 0 if A > 0 and the token has become more likely, or A < 0 and less likely, by more than max_divergence
+    (divergence proximal policy optimization). Qi et al. 2026, arXiv 2602.04879, the binary variants.
+    """
+
+    name: Literal["dppo"] = "dppo"
+    """Name of the objective."""
+    divergence: Literal["binary_kl", "total_variation"] = "binary_kl"
+    """KL(behaviour || current) or total variation of the token against all others."""
+    max_divergence: Annotated[float, Gt(0)] = 0.05
+    """Largest divergence of a token with gradient, in nat for binary_kl."""
+
+    def surrogate(self) -> Surrogate:
+        moved = (binary_kl if self.divergence == "binary_kl" else total_variation)(self._behaviour, CURRENT)
+        rising, falling = Interval(-math.inf, self.max_divergence), Interval(-self.max_divergence)
+        near = keep(replace(moved, signed=True), positive=rising, negative=falling)
+        return Surrogate((*self._engine, near, unbounded(CURRENT / self._behaviour)))
+
+
+@bounded("loss")
+class KPop(ClippedLoss):
+    """k M min(r' A, clip(r') A), k and r' as in `IcePop`, M = 0 if KL(behaviour || proximal) of the token against all
+    others exceeds max_kl. The mask of Guo et al. 2026, "KPop" (Ring-2.6-1T), in the place of IcePop's.
+    """
+
+    name: Literal["kpop"] = "kpop"
+    """Name of the objective."""
+    max_kl: Annotated[float, Gt(0)] = 0.01
+    """Largest KL of a token with gradient, in nat."""
+
+    def surrogate(self) -> Surrogate:
+        near = Interval(high=self.max_kl)
+        calibration = keep(binary_kl(BEHAVIOUR, self._proximal), positive=near, negative=near)
+        correction = unbounded(self._proximal / BEHAVIOUR, gradient=False)
+        return Surrogate((calibration, correction, self.clipped(CURRENT / self._proximal)))
+
+
+@bounded("loss")
+class FlashREINFORCE(PolicyLoss):
+    """sg(M r) A log current, M = 0 if the mean over the trajectory of KL(behaviour || current), of each token against
+    all others, exceeds max_kl. "FlashREINFORCE" (2026), as in OpenRLHF; its advantage is `batch_mean`.
+    """
+
+    name: Literal["flash_reinforce"] = "flash_reinforce"
+    """Name of the objective."""
+    max_kl: Annotated[float, Gt(0)] = 3e-3
+    """Largest mean KL of a trajectory with gradient, in nat per token."""
+    aggregation: Aggregation = "sequence_mean"
+    """See `PolicyLoss`; the paper has the mean over trajectories."""
+
+    def surrogate(self) -> Surrogate:
+        near = Interval(high=self.max_kl)
+        trusted = keep(binary_kl(self._behaviour, CURRENT).mean, positive=near, negative=near)
+        return Surrogate((*self._engine, trusted, unbounded(CURRENT / self._behaviour, gradient=False)), score=True)
+
+
 LossConfig = Annotated[
-    PPOClip | DecoupledPPO | TIS | IcePop | DIS | CISPO | M2PO | GSPO | SequenceTIS | SequenceMIS | SequenceMask,
-    Field(discriminator="name"),
+    Annotated[
+        PPOClip
+        | DecoupledPPO
+        | TIS
+        | IcePop
+        | DIS
+        | CISPO
+        | M2PO
+        | GSPO
+        | SequenceTIS
+        | SequenceMIS
+        | SequenceMask
+        | DPPO
+        | KPop
+        | FlashREINFORCE,
+        Field(discriminator="name"),
+    ],
+    or_user_class(PolicyLoss, key="loss"),
 ]
 
 
@@ -446,12 +537,12 @@ def policy_loss(
         entropy: [n], nat, of the current policy.
         config: the loss.
         trajectories: trajectory of each token; None if the objective weights tokens separately.
-        surrogate: of `config` in this update; None for `config.surrogate()`.
+        surrogate: equation of `config` in this update; None for `config.equation()`.
 
     Raises:
         ValueError: there is a KL term, but no reference logprobs.
     """
-    objective = surrogate or config.surrogate()
+    objective = surrogate or config.equation()
     loss, touched = objective(logprobs, advantages=advantages, trajectories=trajectories)
     if config.kl_coefficient > 0 and not config.penalises_rewards:
         if logprobs.reference is None:

@@ -9,22 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_rl.trainer.batch.advantage import (
-    AdvantageConfig,
-    AdvantageName,
-    Advantages,
-    batch_rewards,
-    group_advantages,
-)
+from agent_loop.loop import Message, Prompt
+from async_rl.controller.checkpoints import RunState
+from async_rl.trainer.batch.advantage import Advantages, PromptValues, batch_rewards
+from async_rl.trainer.batch.baselines import SPO, Contrastive
 from async_rl.trainer.batch.training_batch import training_batch
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead, head_of
 from message_queue.tokens import StopReason
 from message_queue.trajectory import PromptGroup
 from tests.helpers import numerics
 from tests.helpers.groups import segment, trajectory
+from tests.helpers.losses import ADVANTAGES
 
 pytestmark = pytest.mark.numerics
 
+COMPARING = sorted(ADVANTAGES.keys() - {"contrastive", "spo"})
+"""Baselines that compare rewards with one another; the two others have their own tests."""
+OF_GROUPS = ("grpo", "dr_grpo", "rloo")
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
 
 
@@ -42,9 +43,10 @@ def group(rewards, *, number=0, tokens=None):
     return head_of(made)
 
 
-@given(REWARDS, st.sampled_from(["grpo", "dr_grpo", "rloo"]))
+@given(REWARDS, st.sampled_from(OF_GROUPS))
 def test_advantages_of_a_group_sum_to_zero_in_the_order_of_rewards(rewards, name):
-    values, spread = group_advantages(rewards, name)
+    found = batch_rewards([group(rewards)], ADVANTAGES[name]()).advantages()
+    values, spread = found.values, found.informative.any()
     # Each is stored in float32; before, differences of rewards of up to 10 are divided by 1e-6 or more in float64.
     lost = numerics.FACTOR * np.finfo(np.float64).eps * len(values) * 10 / 1e-6
     numerics.assert_within(abs(values.astype(np.float64).sum()), numerics.EPSILON * np.abs(values).sum() + lost)
@@ -73,22 +75,24 @@ def by_formula(name, groups, lengths):
                 return r - (sum(rewards) - r) / (len(rewards) - 1)
             case "reinforce_plus_plus":
                 return whitened(r, [reward for reward, _ in of_tokens])
+            case "batch_mean":
+                return r - statistics.mean(r for rewards in groups for r in rewards)
             case "reinforce_plus_plus_baseline":
                 return whitened(r - mean, [reward - of_group for reward, of_group in of_tokens])
 
     return [advantage(r, rewards, mean) for rewards, mean in zip(groups, means, strict=True) for r in rewards]
 
 
-@pytest.mark.parametrize("name", AdvantageName.__args__)
+@pytest.mark.parametrize("name", COMPARING)
 def test_every_advantage_is_its_formula_over_unequal_groups(name):
     rewards = [[1.0, 0.0, 0.25], [0.75, 0.75], [0.0, 2.0], [0.5, 0.0, 0.0, 0.0, 1.0]]
     lengths = [[1, 9, 4], [3, 6], [2, 3], [5, 1, 1, 7, 2]]
     made = [group(r, number=i, tokens=n) for i, (r, n) in enumerate(zip(rewards, lengths, strict=True))]
-    found = batch_rewards(made, AdvantageConfig(name=name)).advantages()
+    found = batch_rewards(made, ADVANTAGES[name]()).advantages()
     assert found.values.dtype == np.float32
     expected = by_formula(name, rewards, [n for tokens in lengths for n in tokens])
     np.testing.assert_allclose(found.values, expected, rtol=numerics.EPSILON)
-    of_group = name in ("grpo", "dr_grpo", "rloo")  # the second group has no spread, but the batch has
+    of_group = name in OF_GROUPS  # the second group has no spread, but the batch has
     assert found.informative.tolist() == [len(r) != 2 or r[0] != r[1] or not of_group for r in rewards for _ in r]
 
 
@@ -96,17 +100,17 @@ def test_every_advantage_is_its_formula_over_unequal_groups(name):
 def test_reinforce_plus_plus_is_white_over_tokens_of_groups_of_one(trajectories):
     rewards, lengths = zip(*trajectories, strict=True)
     groups = [group([reward], number=i, tokens=[n]) for i, (reward, n) in enumerate(trajectories)]
-    found = batch_rewards(groups, AdvantageConfig(name="reinforce_plus_plus")).advantages().values.astype(np.float64)
+    found = batch_rewards(groups, ADVANTAGES["reinforce_plus_plus"]()).advantages().values.astype(np.float64)
     if np.ptp(rewards) > 0.1:
         tokens = np.repeat(found, lengths)
         assert tokens.mean() == pytest.approx(0, abs=1e-5)
         assert tokens.std(ddof=1) == pytest.approx(1, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", AdvantageName.__args__)
+@pytest.mark.parametrize("name", COMPARING)
 @pytest.mark.parametrize("rewards", [[], [[1.0]], [[0.5, 0.5], [0.5]], [[0.3, 0.3 + 1e-9]]])
 def test_advantages_of_rewards_without_spread_are_zero(name, rewards):
-    found = batch_rewards([group(r, number=i) for i, r in enumerate(rewards)], AdvantageConfig(name=name)).advantages()
+    found = batch_rewards([group(r, number=i) for i, r in enumerate(rewards)], ADVANTAGES[name]()).advantages()
     assert len(found.values) == sum(map(len, rewards))
     assert not found.values.any() and not found.informative.any()
 
@@ -119,10 +123,10 @@ def rewards_of(name):
     """Rewards of two groups; the tokens of trajectory i are at the places of `trajectory` that are i."""
     pairs = zip(REWARDS_OF_GROUPS, LENGTHS_OF_GROUPS, strict=True)
     made = [group(r, number=i, tokens=n) for i, (r, n) in enumerate(pairs)]
-    return batch_rewards(made, AdvantageConfig(name=name)), batch_rewards(made, AdvantageConfig(name=name)).advantages()
+    return batch_rewards(made, ADVANTAGES[name]()), batch_rewards(made, ADVANTAGES[name]()).advantages()
 
 
-@pytest.mark.parametrize("name", AdvantageName.__args__)
+@pytest.mark.parametrize("name", COMPARING)
 def test_the_kl_in_the_reward_is_subtracted_before_baseline_and_normalisation(name):
     rewards, _ = rewards_of(name)
     lengths = [n for of in LENGTHS_OF_GROUPS for n in of]
@@ -144,7 +148,7 @@ def test_the_kl_in_the_reward_is_subtracted_before_baseline_and_normalisation(na
     assert found.tokens[trajectory > 2].any(), "a group with equal rewards has advantages from its KL"
 
 
-@pytest.mark.parametrize("name", AdvantageName.__args__)
+@pytest.mark.parametrize("name", COMPARING)
 def test_the_kl_in_the_reward_counts_tokens_that_are_too_old_for_the_loss(name):
     rewards, without = rewards_of(name)
     in_loss = [1, 2, 0, 3, 4]  # of (1, 9, 4, 3, 6) sampled tokens
@@ -157,6 +161,69 @@ def test_the_kl_in_the_reward_counts_tokens_that_are_too_old_for_the_loss(name):
     masked = rewards.with_kl(np.zeros(0), trajectory=np.zeros(0, np.int64), coefficient=0.3)
     assert len(masked.tokens) == 0
     np.testing.assert_allclose(masked.trajectories, without.values, rtol=numerics.EPSILON)
+
+
+# ---- baselines without groups
+
+
+def singles(rewards, *, first=0, prompts=None):
+    """Groups of one trajectory each, with ids from `first`, and the keys of their prompts."""
+    made = [group([reward], number=first + i) for i, reward in enumerate(rewards)]
+    return made, [f"p{prompt}" for prompt in prompts or range(len(rewards))]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12))
+def test_contrastive_advantages_weigh_successes_and_failures_alike(succeeded):
+    made, _ = singles([float(each) for each in succeeded])
+    found = batch_rewards(made, Contrastive()).advantages()
+    positive = np.array(succeeded)
+    assert found.informative.all() and (np.sign(found.values) == np.where(positive, 1, -1)).all()
+    sums = [abs(found.values[kind].astype(np.float64).sum()) for kind in (positive, ~positive) if kind.any()]
+    numerics.assert_within(abs(np.array(sums) - len(made) / len(sums)).max(), len(made) * numerics.EPSILON)
+
+
+BATCHES = st.lists(
+    st.tuples(st.integers(0, 60), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(BATCHES, st.integers(0, 6))
+def test_the_expected_reward_of_a_prompt_is_that_of_its_formula_and_survives_a_restart(batches, restart):
+    config = SPO(half_life=20.0, least_memory=0.5, most_memory=0.9)
+    values, plain, update, first = PromptValues(config, {}), {}, 0, 0
+    for number, (steps, pairs) in enumerate(batches):
+        update += steps
+        if number == restart:
+            stored = msgspec.json.encode(RunState(prompt_values=values.state))
+            values = PromptValues(config, msgspec.json.decode(stored, type=RunState).prompt_values)
+        made, keys = singles([quarter / 4 for _, quarter in pairs], first=first, prompts=[p for p, _ in pairs])
+        first += len(made)
+        expected = values.expected(made, keys)
+        known = [plain[key][0] if key in plain else None for key in keys]
+        assert [of.get("policy") for of in expected] == known
+        rewards = batch_rewards(made, config, expected=expected)
+        mean = statistics.mean(rewards.values.tolist())
+        moved = [r - (mean if v is None else v) for r, v in zip(rewards.values.tolist(), known, strict=True)]
+        wanted = [0.0] * len(moved)
+        if max(moved) - min(moved) >= 1e-6:
+            wanted = [(m - statistics.mean(moved)) / (statistics.stdev(moved) + 1e-6) for m in moved]
+        np.testing.assert_allclose(rewards.advantages().values, wanted, rtol=numerics.EPSILON, atol=1e-6)
+        order = np.random.default_rng(number).permutation(len(made))  # of a batch that is taken after a restart
+        values.observe([made[i] for i in order], [keys[i] for i in order], update=update)
+        for (_, quarter), key in zip(pairs, keys, strict=True):
+            value, count, last = plain.get(key, (mean, 1 / (1 - 0.5), update))
+            count = count * min(max(2 ** (-(update - last) / 20.0), 0.5), 0.9) + 1
+            plain[key] = (value + (quarter / 4 - value) / count, count, update)
+        assert {key: values.state[f"{key}/policy"] for key in plain} == plain
+
+
+def test_equal_prompts_have_one_key_at_all_places_of_the_source():
+    made = [Prompt(index=i, messages=(Message(role="user", content=f"{i % 2}"),), target={"a": 1}) for i in range(4)]
+    keys = [prompt.key for prompt in made]
+    assert keys[0] == keys[2] and keys[1] == keys[3] and keys[0] != keys[1]
+    assert replace(made[0], target={"a": 2}).key != keys[0]
 
 
 # ---- several agents
@@ -210,7 +277,7 @@ def of_agent(agent, heads):
 
 def expected_of_agent(name, groups):
     """Advantages of one agent, of lists of rewards and tokens; 0 if there is nothing to compare."""
-    if name in ("grpo", "dr_grpo", "rloo"):
+    if name in OF_GROUPS:
         return [
             value
             for rewards, tokens in groups
@@ -223,9 +290,9 @@ def expected_of_agent(name, groups):
     return by_formula(name, of_groups, [n for _, tokens in groups for n in tokens])
 
 
-@given(batches_of_agents(), st.sampled_from(AdvantageName.__args__), st.randoms(use_true_random=False))
+@given(batches_of_agents(), st.sampled_from(COMPARING), st.randoms(use_true_random=False))
 def test_advantages_of_each_agent_are_relative_to_the_same_agent_alone(heads, name, chance):
-    rewards = batch_rewards(heads, AdvantageConfig(name=name))
+    rewards = batch_rewards(heads, ADVANTAGES[name]())
     found = rewards.advantages()
     if not len(found.values):
         return
@@ -248,9 +315,7 @@ def test_advantages_of_each_agent_are_relative_to_the_same_agent_alone(heads, na
         alone = [replace(h, trajectories=tuple(only(agent, t) for t in h.trajectories)) for h in heads]
         of_own = np.isin(of_token, own)
         numbers = np.searchsorted(own, of_token[of_own])
-        single = batch_rewards(alone, AdvantageConfig(name=name)).with_kl(
-            kl[of_own], trajectory=numbers, coefficient=0.3
-        )
+        single = batch_rewards(alone, ADVANTAGES[name]()).with_kl(kl[of_own], trajectory=numbers, coefficient=0.3)
         assert single.tokens.tolist() == with_kl.tokens[of_own].tolist()
         assert single.penalties.tolist() == with_kl.penalties[own].tolist()
 
@@ -262,8 +327,6 @@ def only(agent, head):
     return msgspec.structs.replace(head, rewards={agent: head.rewards[agent]})
 
 
-def test_advantages_of_unequal_length_and_unknown_names_are_refused():
+def test_advantages_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="informative"):
         Advantages(values=np.zeros(3, np.float32), informative=np.ones(2, np.bool_))
-    with pytest.raises(ValueError, match=r"advantage\.name"):
-        AdvantageConfig(name="gae")

@@ -3,6 +3,7 @@ around it: KL, entropy, aggregation; and refusals of a configuration.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,15 +19,25 @@ from async_rl.trainer.loss.losses import (
     policy_loss,
     token_weights,
 )
-from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories, second_moment_bound
+from async_rl.trainer.loss.ratios import (
+    BEHAVIOUR,
+    CURRENT,
+    TokenLogprobs,
+    Trajectories,
+    binary_kl,
+    second_moment_bound,
+    total_variation,
+)
+from async_rl.trainer.step import ranks_within
 from tests.helpers import numerics
 from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS, make_loss
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
+SOURCES = ("current", "behaviour", "proximal")
 SPREAD = {"gspo": 3.0}  # for means over trajectories to reach the bounds
-POSITIVE = ("behaviour_weight_cap", "max_sequence_drift", "max_second_moment")
-LOW, HIGH, CAP, MASK_LOW, MASK_HIGH, DRIFT, MOMENT = 0.8, 1.28, 2.0, 0.5, 5.0, 0.5, 0.04
+POSITIVE = ("behaviour_weight_cap", "max_sequence_drift", "max_second_moment", "max_kl", "max_divergence")
+LOW, HIGH, CAP, MASK_LOW, MASK_HIGH, DRIFT, MOMENT, MAX_KL = 0.8, 1.28, 2.0, 0.5, 5.0, 0.5, 0.04, 0.02
 
 
 def plain_losses(name, current, behaviour, proximal, advantages, trajectory, *, frozen=None, dual_clip=None):
@@ -73,8 +84,23 @@ def plain_losses(name, current, behaviour, proximal, advantages, trajectory, *, 
                 return 0.0 if dropped else clipped(ratio, a)
             case "m2po":
                 return ratio * a if t in m2po_kept(behaviour, proximal) else 0.0
+            case "dppo":
+                moved = (fixed[t] > behaviour[t]) if a > 0 else (fixed[t] < behaviour[t])
+                return 0.0 if moved and plain_kl(behaviour[t], fixed[t]) > MAX_KL else ratio * a
+            case "kpop":
+                near_enough = plain_kl(behaviour[t], proximal[t]) <= MAX_KL
+                return (correction if near_enough else 0.0) * clipped(near, a)
+            case "flash_reinforce":
+                mean = np.mean([plain_kl(behaviour[u], fixed[u]) for u in of[trajectory[t]]])
+                return (held if mean <= MAX_KL else 0.0) * a * current[t]
 
     return [-token(t) for t in tokens]
+
+
+def plain_kl(p, q):
+    """KL of two logprobs as of two outcomes; of a probability near 1 the other outcome keeps 1e-7."""
+    p, q = (math.exp(min(x, -1e-7)) for x in (p, q))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def m2po_kept(behaviour, proximal):
@@ -99,7 +125,8 @@ def example(seed, *, tokens=24, trajectories=4, spread=0.5):
 def ours(name, current, behaviour, proximal, advantages, trajectory, *, old=None, **config):
     """Loss [n] and, for each filter, the tokens that it changed; `current` may be a tensor."""
     tensor = lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.array(x), dtype=torch.float64)  # noqa: E731
-    config = make_loss(name, bounds={"clip_low": 0.2, "clip_high": 0.28}, **config)
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "max_kl": MAX_KL, "max_divergence": MAX_KL}
+    config = make_loss(name, bounds=bounds, **config)
     count = int(max(trajectory, default=-1)) + 1
     return policy_loss(
         TokenLogprobs(
@@ -112,7 +139,7 @@ def ours(name, current, behaviour, proximal, advantages, trajectory, *, old=None
         entropy=torch.zeros(len(trajectory), dtype=torch.float64),
         config=config,
         trajectories=Trajectories(index=torch.tensor(np.array(trajectory, np.int64)), count=count),
-        surrogate=config.surrogate_of_update(tensor(proximal) - tensor(behaviour if old is None else old)),
+        surrogate=config.equation(tensor(proximal) - tensor(behaviour if old is None else old)),
     )
 
 
@@ -125,7 +152,7 @@ def test_each_token_has_the_loss_of_its_equation(name, seed, tokens):
     assert all(t.shape == (tokens,) for t in touched.values())
 
 
-WITH_PROXIMAL = ("decoupled_ppo", "icepop", "gspo")
+WITH_PROXIMAL = ("decoupled_ppo", "icepop", "gspo", "kpop")
 
 
 def assert_gradient(gradient, current, equation, *, step=1e-6):
@@ -183,10 +210,12 @@ def test_the_gradient_is_that_of_the_equation_with_constant_weights(name):
     assert_gradient(x.grad, current, lambda moved: plain_losses(name, moved, *others, frozen=current))
 
 
-@pytest.mark.parametrize("name", ["icepop", "dis", "sequence_mis", "m2po", "sequence_mask"])
+@pytest.mark.parametrize(
+    "name", ["icepop", "dis", "sequence_mis", "m2po", "sequence_mask", "dppo", "kpop", "flash_reinforce"]
+)
 def test_with_every_token_masked_the_loss_and_its_gradient_are_zero(name):
     current = np.full(6, -1.0)
-    far = current + (9.0 if name == "sequence_mask" else -9.0)  # less likely now, or far more
+    far = current + (0.9 if name in ("sequence_mask", "dppo") else -9.0)  # less likely now, or far more
     x = torch.tensor(current, requires_grad=True)
     advantages = np.full(6, -1.0)
     loss, touched = ours(name, x, far, current, advantages, np.zeros(6, int))
@@ -216,6 +245,9 @@ OTHER_VALUES = {
     "mask_high": 1.1,
     "max_sequence_drift": 0.01,
     "max_second_moment": 0.4,
+    "max_kl": 0.1,
+    "max_divergence": 0.2,
+    "divergence": "total_variation",
 }
 
 
@@ -246,7 +278,7 @@ def test_filters_report_the_tokens_they_changed_and_no_others():
         _, touched = ours(name, *given)
         assert tuple(touched) == tuple(reversed(LOSSES[name]().filters))
         wide = {"clip_low": 1.0, "clip_high": 1e9, "behaviour_weight_cap": 1e9, "mask_low": 0.0, "mask_high": 1e9,
-                "max_sequence_drift": 1e3}  # fmt: skip
+                "max_sequence_drift": 1e3, "max_kl": 1e3, "max_divergence": 1e3}  # fmt: skip
         free = make_loss(name, bounds=wide).surrogate()
         tensors = [torch.tensor(part) for part in given]
         without, _ = free(
@@ -269,6 +301,56 @@ def test_a_loss_over_trajectories_is_refused_without_them():
                 policy_loss(logprobs, **arguments)
         else:
             policy_loss(logprobs, **arguments)
+
+
+@given(st.floats(-40, 0), st.floats(-40, 0), st.sampled_from([torch.float32, torch.float64]))
+def test_divergences_of_a_token_are_those_of_two_outcomes_and_never_negative(p, q, dtype):
+    given = TokenLogprobs(**{n: torch.tensor([v], dtype=dtype) for n, v in zip(SOURCES, (q, p, p), strict=True)})
+    exact = [min(float(x), -1e-7) for x in (given.behaviour, given.current)]
+    (kl,), (variation,) = (of(BEHAVIOUR, CURRENT).value(given, None).tolist() for of in (binary_kl, total_variation))
+    assert variation == pytest.approx(abs(math.exp(exact[0]) - math.exp(exact[1])), abs=1e-15)
+    # Pinsker, and the KL of the outcome "this token" and of the outcome "another", each with its own rounding.
+    assert kl >= 2 * variation**2 * (1 - 1e-6) and math.isfinite(kl)
+    here, other = (math.exp(exact[0]), -math.expm1(exact[0])), (math.exp(exact[1]), -math.expm1(exact[1]))
+    terms = [x * math.log(x / y) for x, y in zip(here, other, strict=True)]
+    assert kl == pytest.approx(sum(terms), rel=1e-9, abs=1e-15 + 1e-15 * max(map(abs, terms)))
+    (signed,) = replace(binary_kl(BEHAVIOUR, CURRENT), signed=True).value(given, None).tolist()
+    assert abs(signed) == kl and (signed <= 0 or exact[1] >= exact[0])
+
+
+@given(
+    st.lists(st.tuples(st.floats(-9, 0), st.integers(0, 2)), min_size=1, max_size=20),
+    st.sampled_from([0.1, 0.25, 0.5, 0.9, 1.0]),
+    st.sampled_from(["ppo_clip", "gspo", "flash_reinforce"]),
+)
+def test_a_share_of_the_tokens_of_negative_trajectories_is_trained_the_least_likely_ones(tokens, share, name):
+    behaviour, of = (np.array(column) for column in zip(*tokens, strict=True))
+    advantages = np.array([1.0, -1.0, -0.5])[of]
+    given = TokenLogprobs(
+        current=torch.tensor(behaviour),
+        behaviour=torch.tensor(behaviour),
+        proximal=torch.tensor(behaviour),
+        behaviour_rank=torch.from_numpy(ranks_within(behaviour.astype(np.float32), of=of)),
+    )
+    whole, cut = (
+        policy_loss(
+            given,
+            advantages=torch.tensor(advantages),
+            entropy=torch.zeros(len(of)),
+            config=make_loss(name, negative_token_share=value),
+            trajectories=Trajectories(index=torch.tensor(of), count=3),
+        )
+        for value in (1.0, share)
+    )
+    kept = np.zeros(len(of), bool)
+    for number in set(of):
+        own = np.flatnonzero(of == number)
+        least = sorted(own, key=lambda t: (np.float32(behaviour[t]), t))
+        kept[least[: math.ceil(share * len(own))] if number else own] = True
+    assert torch.equal(cut[0], torch.where(torch.from_numpy(kept), whole[0], 0.0))
+    masked = cut[1].get("mask", torch.zeros(len(of), dtype=torch.bool))
+    assert masked.tolist() == (~kept).tolist()
+    assert make_loss(name, negative_token_share=share).needs_whole_trajectories == (share < 1 or name != "ppo_clip")
 
 
 @given(st.lists(st.floats(-3, 3).map(lambda x: round(x, 2)), max_size=30), st.sampled_from([0.01, 0.04, 0.5]))

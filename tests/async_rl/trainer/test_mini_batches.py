@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.controller.prepare import mini_batches_of, prepare
-from async_rl.trainer.batch.advantage import AdvantageConfig
 from message_queue.contract import Batch
 from message_queue.heads import head_of
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import Admission
 from tests.helpers.groups import group_for
+from tests.helpers.losses import ADVANTAGES
 
 
 @given(
@@ -51,7 +51,7 @@ def prepared(*, min_update=0):
     return prepare(
         batch,
         [content_of(group) for group in groups],
-        advantage=AdvantageConfig(name="reinforce_plus_plus"),
+        advantage=ADVANTAGES["reinforce_plus_plus"](),
         version_updates={2: 4, 3: 6},
         retained_kv=False,
         updates_per_batch=2,
@@ -87,7 +87,7 @@ def test_rewards_of_a_batch_are_those_of_the_rollouts_that_did_not_fail():
     rewards = prepare(
         Batch(groups=heads, update=4, version_updates={2: 4}, min_update=0),
         [content_of(group) for group in groups],
-        advantage=AdvantageConfig(name="rloo"),
+        advantage=ADVANTAGES["rloo"](),
         version_updates={2: 4},
         retained_kv=False,
     ).batch.rewards

@@ -1,0 +1,103 @@
+"""Code of users: a module or a file is imported by name, and travels by value to processes that cannot import it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import cloudpickle
+from pydantic import TypeAdapter, WrapValidator
+
+from agent_loop.user_errors import describe_error
+
+_PREFIX = "async_rl_user_"
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module, or a file `.py`. The recipes of an installed wheel are below `async_rl`."""
+    if name.endswith(".py"):
+        return _import_file(Path(name))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if name.partition(".")[0] != "recipes" or error.name is None or not error.name.startswith("recipes"):
+            raise
+        return importlib.import_module(f"async_rl.{name}")
+
+
+def user_class(name: str, *, key: str) -> type[Any]:
+    """The class FILE.py:CLASS or MODULE:CLASS.
+
+    Args:
+        name: place of the class.
+        key: config key that names it, for errors.
+
+    Raises:
+        ValueError: it cannot be imported, or is no class.
+    """
+    module, _, attribute = name.rpartition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"{key}.name is {name!r}, which cannot be imported: {describe_error(error)}; give 'FILE.py:CLASS' or "
+            "'MODULE:CLASS'"
+        ) from error
+    if not isinstance(found, type):
+        raise ValueError(f"{key}.name is {name!r}, a {type(found).__name__}; name a class")
+    return found
+
+
+def or_user_class(kind: type[Any], *, key: str) -> WrapValidator:
+    """A validator of config classes by their `name`, that also takes a user's subclass of `kind`.
+
+    `{"name": "mine.py:MyLoss", "cap": 3.0}` becomes `MyLoss(name="/home/me/mine.py:MyLoss", cap=3.0)`: the absolute
+    path also holds for a process that reads the stored config in another directory.
+    """
+
+    def validate(value: Any, handler: Any) -> Any:
+        given = cast(Mapping[str, Any], value) if isinstance(value, Mapping) else {}
+        name = given.get("name")
+        if not isinstance(name, str) or ":" not in name:
+            return handler(value)
+        found = user_class(name, key=key)
+        if not issubclass(found, kind):
+            raise ValueError(f"{key}.name is {name!r}, which is no subclass of {kind.__name__}; derive it from that")
+        module, _, attribute = name.rpartition(":")
+        place = f"{Path(module).resolve()}" if module.endswith(".py") else module
+        return TypeAdapter(found).validate_python({**given, "name": f"{place}:{attribute}"})
+
+    return WrapValidator(validate)
+
+
+def imported_files() -> list[ModuleType]:
+    """The modules that `import_module` made of files; other processes cannot import them."""
+    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Import a file; it finds the modules in its folder."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = f"{_PREFIX}{path.stem}"  # not the name of an installed module
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    pickler: Any = cloudpickle
+    pickler.register_pickle_by_value(module)  # other processes cannot import it
+    return module
