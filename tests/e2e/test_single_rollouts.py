@@ -45,11 +45,6 @@ def test_a_loss_and_a_baseline_of_a_file_train_and_no_rollout_waits_for_another_
     assert "trajectory" in kinds(directory) and "wait_group" not in kinds(directory)
 
 
-def test_rollouts_of_a_group_wait_for_one_another(tmp_path):
-    complete(tmp_path / "run", tmp_path / "warm_start", "total_train_steps=1", "validation.prompts=0")
-    assert "wait_group" in kinds(tmp_path / "run")
-
-
 def test_the_expected_rewards_of_prompts_are_exact_after_a_kill(tmp_path):
     directory, warm = tmp_path / "run", tmp_path / "warm_start"
     steps = 8

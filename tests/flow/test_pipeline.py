@@ -36,7 +36,7 @@ async def test_run_trains_every_step_within_the_bound(tmp_path, max_staleness, o
     assert harness.check_ledger()["trained"] == 6 * 4
     assert harness.trainer.exported == list(range(1, 7))
     kinds = check_trace(tmp_path, trained=[group["group"] for group in harness.groups("trained")])
-    assert kinds["worker-0"] == {"trajectory", "generate"}
+    assert kinds["worker-0"] == {"trajectory", "generate", "wait_group"}
     assert kinds["fake-0"] == {"fetch", "pause", "load", "abort" if on_update == "resume" else "drain"}
     replica = [event["tid"] for event in read_trace(tmp_path / "trace.json") if event["pid"] == "fake-0"]
     assert set(replica) == {"fake-0 publish 0"}, "a load is inside its pause"
@@ -208,7 +208,7 @@ async def test_validation_runs_before_during_and_after_training(tmp_path, load_s
     if not load_s:
         assert [r["train_step"] for r in rounds] == [0, 2, 4, 6]
     kinds = check_trace(tmp_path, trained=[group["group"] for group in harness.groups("trained")])
-    assert kinds["worker-0"] == {"trajectory", "generate", "validation"}
+    assert kinds["worker-0"] == {"trajectory", "generate", "wait_group", "validation"}
     spans = [event["args"] for event in read_trace(tmp_path / "trace.json") if event["cat"] == "validation"]
     asked = [(number, rollout) for number in range(1, len(rounds) + 1) for rollout in range(5)]
     assert sorted((span["round"], span["rollout"]) for span in spans) == asked
