@@ -47,6 +47,8 @@ from async_rl.metrics.trackers import TrackingConfig
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.task import TaskConfig
 from async_rl.trainer.batch.baselines import GRPO, AdvantageConfig
+from async_rl.trainer.critic.config import CriticConfig
+from async_rl.trainer.critic.gae import GAE
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -334,6 +336,8 @@ class RunConfig:
     """Policy loss."""
     advantage: AdvantageConfig = field(default_factory=GRPO)
     """Advantages from rewards."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """Value model of advantage.name=gae."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """Bound on staleness, and what happens to groups that would exceed it."""
     rollout: RolloutConfig
@@ -371,6 +375,11 @@ class RunConfig:
     def captures_routing(self) -> bool:
         """Whether the engines return routing rows."""
         return self.trainer.router_replay == "R3"
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the trainer has a value model."""
+        return isinstance(self.advantage, GAE)
 
     @property
     def walks_versions(self) -> bool:
@@ -663,6 +672,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _rollout_problems(config)
     yield from _schedule_problems(config)
     yield from _trainer_problems(config)
+    yield from _critic_problems(config)
     yield from _cluster_problems(config)
     yield from _unused_options(config)
     if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
@@ -704,7 +714,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
     if rollout.trajectories_per_group == 1 and advantage.compares == "group":
         yield (
             f"rollout.trajectories_per_group is 1 with advantage.name={advantage.name}, which compares the "
-            "trajectories of a group, so nothing would be trained; use more, or advantage.name=batch_mean, spo, "
+            "trajectories of a group, so nothing would be trained; use more, or advantage.name=batch_mean, spo, gae, "
             "contrastive or reinforce_plus_plus"
         )
     if rollout.drop_without_spread and advantage.compares == "batch":
@@ -780,6 +790,34 @@ def _trainer_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.resume_routing is {rollout.resume_routing!r} with trainer.router_replay="
             f"{trainer.router_replay}; rows are only captured for R3, so set trainer.router_replay=R3, or "
             "rollout.resume_routing=append"
+        )
+
+
+def _critic_problems(config: RunConfig) -> Iterator[str]:
+    """What the value model is for."""
+    critic, schedule = config.critic, config.critic.optimizer
+    if not config.has_critic:
+        if changed := [f.name for f in fields(critic) if getattr(critic, f.name) != getattr(CriticConfig(), f.name)]:
+            yield (
+                f"critic.{changed[0]} is {getattr(critic, changed[0])}, which does nothing with advantage.name="
+                f"{config.advantage.name}; set advantage.name=gae, or leave it at its default"
+            )
+        return
+    if critic.checkpoint is not None and not (critic.checkpoint / "config.json").is_file():
+        yield (
+            f"critic.checkpoint is {critic.checkpoint}, which is no Hugging Face folder with a config.json; give one, "
+            "or null for the weights of the policy"
+        )
+    if critic.warmup_steps >= config.total_train_steps > 0:
+        yield (
+            f"critic.warmup_steps is {critic.warmup_steps} with total_train_steps={config.total_train_steps}: the "
+            "policy would never be trained; lower the one or raise the other"
+        )
+    if schedule.warmup_steps >= config.total_train_steps * critic.updates > 0:
+        yield (
+            f"critic.optimizer.warmup_steps is {schedule.warmup_steps} with total_train_steps="
+            f"{config.total_train_steps} and critic.updates={critic.updates}: the learning rate would never reach "
+            "critic.optimizer.lr; lower the one or raise the other"
         )
 
 

@@ -33,6 +33,7 @@ TRAINER_FILES = {  # feature -> file
     "router replay": "tests/e2e/test_trainer_replay.py",
     "shared prefixes": "tests/e2e/test_shared_prefixes.py",
     "old logprobs at every staleness": "tests/e2e/test_old_policy.py",
+    "critic and GAE": "tests/e2e/test_critic.py",
     "LoRA": "tests/e2e/test_trainer_lora.py",
     "top-p, top-k and min-p": "tests/e2e/test_trainer_support.py",
     "checkpoints": "tests/e2e/test_trainer_checkpoint.py",

@@ -39,7 +39,7 @@ def start_ray(config: ClusterConfig) -> None:
     # The GCS would keep an event of each call, for a dashboard that is not started: 130 kB for each train step.
     os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
     for module in imported_files():
-        cast(Any, ray.cloudpickle).register_pickle_by_value(module)  # Ray has its own copy of cloudpickle
+        cast(Any, ray).cloudpickle.register_pickle_by_value(module)  # Ray has its own copy of cloudpickle
     if config.address is not None:
         ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
         return

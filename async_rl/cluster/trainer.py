@@ -98,6 +98,7 @@ class TrainerHost:
                 )
                 if config.walks_versions
                 else None,
+                critic=config.critic if config.has_critic else None,
                 recorder=recorder,
             )
         return os.getpid()

@@ -90,13 +90,25 @@ def rank_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
     dense, experts = parameters_of(checkpoint)
     trainer, layers = config.trainer, read_model_info(checkpoint).num_layers
     parts = rank_parts(trainer, cpu_offload=config.optimizer.cpu_offload, dense=dense, experts=experts, layers=layers)
+    critic = _critic_memory(config, checkpoint)
     if trainer.lora.rank:
-        return {"frozen weights, plus adapters": parts["weights"]}
+        return {"frozen weights, plus adapters": parts["weights"], **critic}
     copies = {
         "a copy for the probe (mismatch)": config.mismatch.prompts > 0,
         "a copy for the KL term (loss.kl_coefficient)": config.loss.kl_coefficient > 0,
     }
-    return parts | {name: parts["weights"] for name, is_held in copies.items() if is_held}
+    return parts | {name: parts["weights"] for name, is_held in copies.items() if is_held} | critic
+
+
+def _critic_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:
+    """What an own trunk of the critic adds to `rank_memory`; it has no output layer, which counts here."""
+    if not config.has_critic or config.critic.trunk == "shared":
+        return {}
+    of = config.critic.checkpoint or checkpoint
+    dense, experts = parameters_of(of)
+    layers = read_model_info(of).num_layers
+    parts = rank_parts(config.trainer, cpu_offload=0.0, dense=dense, experts=experts, layers=layers)
+    return {"the critic": sum(parts.values())}
 
 
 def engine_memory(config: RunConfig, checkpoint: Path) -> dict[str, float]:

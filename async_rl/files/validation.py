@@ -24,6 +24,8 @@ def explain(error: Any, *, prefix: str = "", values: Mapping[str, Any] | None = 
         return reason
     if error["type"] == "missing":
         return f"{where} is missing"
+    if error["type"] == "union_tag_not_found":
+        return f"{where}.name is missing; it decides which other keys of {where} there are"
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where} is an unknown key"
     if error["type"] == "union_tag_invalid":

@@ -122,6 +122,17 @@ METRICS: dict[str, Metric] = {
     "kl/reference": Metric("mean", "nat", "mean k3 estimate of KL(current || reference), log ratios cut at 3 nat"),
     "kl/proximal": Metric("mean", "nat", "loss.kl_in=reward: log(proximal / reference), mean over tokens in the loss"),
     "kl/penalty": Metric("mean", "reward", "loss.kl_in=reward: mean over trajectories, subtracted from the reward"),
+    "critic/loss": Metric("mean", "", "value loss, mean over tokens in the loss and steps of the critic"),
+    "critic/explained_variance": Metric(
+        "mean", "share", "1 - Var(return - value) / Var(return) over the tokens of the batch; 1 for exact values"
+    ),
+    "critic/value_mean": Metric("mean", "reward", "mean value of the state before each token in the loss"),
+    "critic/grad_norm": Metric("max", "", "largest norm of a gradient of the critic before clipping"),
+    "critic/lr": Metric("last", "", "learning rate of the last step of the critic"),
+    "critic/updates": Metric("last", "updates", "steps of the critic so far"),
+    "critic/staleness": Metric(
+        "mean", "updates", "critic steps between the weights that sampled a token and its value, mean over tokens"
+    ),
     "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
     "tokens/positive": Metric("sum", "tokens", "tokens in the loss with positive advantage"),
     "tokens/negative": Metric("sum", "tokens", "tokens in the loss with negative advantage"),

@@ -37,7 +37,10 @@ _SPANS = {
     "controller train": {"wait": "wait", "export": "export", "probe": "probe", "checkpoint": "checkpoint"},
     "trainer-0 rank": {
         **dict.fromkeys(("fetch", "build", "record"), "batch"),
-        **{kind: kind for kind in ("old_policy", "reference", "proximal", "forward_backward", "optimizer")},
+        **{
+            kind: kind
+            for kind in ("old_policy", "reference", "proximal", "values", "forward_backward", "critic", "optimizer")
+        },
     },
 }
 """Track of the trace -> kind of span -> phase of a train step."""
@@ -47,7 +50,9 @@ _PHASES = (
     "old_policy",
     "reference",
     "proximal",
+    "values",
     "forward_backward",
+    "critic",
     "optimizer",
     "export",
     "probe",
@@ -108,6 +113,11 @@ PANELS = (
     _panel("Loss", "Learning rate", "lr", zero=True),
     _panel("Loss", "KL", "kl/reference", "kl/proximal", "kl/penalty"),
     _panel("Loss", "Clipped, cut or masked tokens", *(f"{name}/fraction" for name in FILTERS), zero=True),
+    _panel("Critic", "Value loss", "critic/loss", zero=True),
+    _panel("Critic", "Explained variance", "critic/explained_variance"),
+    _panel("Critic", "Mean value", "critic/value_mean"),
+    _panel("Critic", "Gradient norm of the critic", "critic/grad_norm", zero=True),
+    _panel("Critic", "Staleness of the critic", "critic/staleness", zero=True),
     _panel("Mismatch", "Differences of the logprobs", "mismatch/abs_mean", "mismatch/abs_p99", log=True),
     _panel("Mismatch", "Effective sample size", "ess/token", "ess/sequence"),
     _panel("Mismatch", "Mismatch by staleness", "mismatch/k3", over="lag", log=True),

@@ -115,6 +115,9 @@ class Workload(_Strict):
     old_policy: bool = False
     """Whether the trainer scores tokens with the weights that sampled them (`mismatch.verify=every_token`). A token of
     such a pass costs a third of one that is trained, without backward pass."""
+    critic: NotNegative = 0.0
+    """Passes of a critic (`advantage.name=gae`) over a token, in units of its training: critic.updates + 1/3 with an
+    own trunk, 1/3 with a shared one. Rates from the records of a run with a critic include them."""
     turns: Count = 1
     """Model calls of a trajectory, of equal lengths."""
     tool_s: Distribution = Distribution()

@@ -275,6 +275,7 @@ class PlannedTrainer(ScriptedTrainer):
         rates: those of the trainer, `switch_s` and `shared_speed`.
         shared_tokens: tokens of a group that are computed once for all its trajectories.
         walks: whether tokens are scored with the weights that sampled them.
+        critic: passes of a critic over each token, in units of its training.
         gpus: number of GPUs.
         groups_of: groups of the cluster for each that it gets.
         replicas: get slower while it trains, if they share its cores.
@@ -287,6 +288,7 @@ class PlannedTrainer(ScriptedTrainer):
         *,
         shared_tokens: float,
         walks: bool,
+        critic: float,
         gpus: int,
         groups_of: float,
         replicas: Sequence[PlannedReplica],
@@ -294,6 +296,7 @@ class PlannedTrainer(ScriptedTrainer):
     ) -> None:
         self._shared_tokens = shared_tokens
         self._walks = walks
+        self._critic = critic
         self.export_s = rates.export_s
         self._rates = rates
         self._token_s = groups_of / (rates.train_tokens_per_s * gpus)
@@ -301,7 +304,7 @@ class PlannedTrainer(ScriptedTrainer):
         self._opened = opened
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        tokens = self._computed(batch.lengths, batch.index[:, 0])
+        tokens = self._computed(batch.lengths, batch.index[:, 0]) * (1 + self._critic)
         for update in batch.sampled_at if self._walks else ():
             part = batch.of_update(update)
             scored = (part.num_loss_tokens > 0) & ((update < batch.current_update) | (batch.mini_batch > 0))

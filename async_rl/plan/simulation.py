@@ -158,6 +158,7 @@ class _Run:
             description.rates,
             shared_tokens=description.workload.prompt_tokens if description.workload.prefix_sharing else 0.0,
             walks=description.workload.old_policy,
+            critic=description.workload.critic,
             gpus=training,
             groups_of=scale.groups_of,
             replicas=self._replicas,

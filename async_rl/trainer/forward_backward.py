@@ -12,6 +12,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from async_rl.trainer.critic.value_head import ValueTerm
 from async_rl.trainer.distributed import ProcessGroups, context_group
 from async_rl.trainer.loss.losses import LossConfig, Surrogate
 from async_rl.trainer.loss.reference import ReferenceWeights
@@ -73,6 +74,16 @@ class ForwardBackward:
             found = self._run(micro_batches, self.objective("logprobs"), forward_only=True, replay=replay)
         return [result["logprobs"] for result in found] or [torch.empty(0)] * len(micro_batches)
 
+    def values(self, micro_batches: MicroBatches, term: ValueTerm) -> list[dict[str, Tensor]]:
+        """`ValueTerm.at_start` of each micro-batch; before the last pipeline stage there are none.
+
+        Args:
+            micro_batches: of this rank.
+            term: its head computes the values.
+        """
+        with torch.no_grad():
+            return self._run(micro_batches, self.objective("values", value=term), forward_only=True)
+
     def proximal(self, micro_batches: MicroBatches) -> None:
         """Add the proximal logprobs (and the routing for R2) to the results; call it before the first update."""
         for results, found in zip(micro_batches.results, self.logprobs(micro_batches), strict=True):
@@ -107,7 +118,9 @@ class ForwardBackward:
                 out[results.numbers] = column.to("cpu", torch.float64)
         return self._groups.sum_over_ranks(out)
 
-    def objective(self, kind: ObjectiveKind, *, surrogate: Surrogate | None = None) -> Objective:
+    def objective(
+        self, kind: ObjectiveKind, *, surrogate: Surrogate | None = None, value: ValueTerm | None = None
+    ) -> Objective:
         """The objective `kind` with this rank's groups and output layer."""
         return Objective(
             kind=kind,
@@ -115,6 +128,7 @@ class ForwardBackward:
             layer=self._model.output_layer(float32=self._config.fp32_lm_head),
             context_group=context_group(),
             surrogate=surrogate,
+            value=value,
         )
 
     def policy_objective(self, update: UpdatePlan, micro_batches: MicroBatches) -> Objective:

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from async_rl.trainer.batch.training_batch import BatchError
+from async_rl.trainer.batch.training_batch import BatchError, TrainingBatch
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.metrics import share
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
@@ -42,18 +43,30 @@ def penalise_rewards(
     batch = plan.batch
     if batch.rewards is None:
         raise BatchError("loss.kl_in is reward, but the batch has no `rewards`; add them, or set loss.kl_in=loss")
-    kl, places = np.zeros(int(batch.num_loss_tokens.sum())), list[np.ndarray]()
-    for update, micro_batches in planned:
-        places.append(update.loss_tokens_in_batch(batch))
-        counted = [results.columns for results in micro_batches.results] if passes.counts_tokens else []
-        log_ratios = [c["proximal_logprobs"].double() - c["reference_logprobs"].double() for c in counted]
-        kl[places[-1]] = passes.of_update(update, micro_batches, log_ratios).numpy()
+    kl = token_kl(batch, planned, passes=passes)
     trajectory = np.repeat(batch.trajectory, batch.num_loss_tokens)
     found = batch.rewards.with_kl(kl, trajectory=trajectory, coefficient=coefficient)
-    for (_, micro_batches), place in zip(planned, places, strict=True):
-        of_update = torch.from_numpy(found.tokens[place])
+    for update, micro_batches in planned:
+        of_update = torch.from_numpy(found.tokens[update.loss_tokens_in_batch(batch)])
         for results in micro_batches.results:
             device = results.behaviour_logprobs.device
             results.columns["advantages"] = of_update[results.numbers].to(device)
-    metrics = {"kl/proximal": share(kl.sum(), len(kl)), "kl/penalty": float(found.penalties.mean())}
-    return replace(plan, batch=replace(batch, advantages=found.trajectories[batch.trajectory])), metrics
+    plan = replace(plan, batch=replace(batch, advantages=found.trajectories[batch.trajectory]))
+    return plan, kl_metrics(kl, coefficient=coefficient, trajectories=batch.num_trajectories)
+
+
+def token_kl(
+    batch: TrainingBatch, planned: Sequence[tuple[UpdatePlan, MicroBatches]], *, passes: ForwardBackward
+) -> NDArray[np.float64]:
+    """log(proximal / reference) float64 [N] of the tokens in the loss of a batch, of all ranks. Collective."""
+    kl = np.zeros(int(batch.num_loss_tokens.sum()))
+    for update, micro_batches in planned:
+        counted = [results.columns for results in micro_batches.results] if passes.counts_tokens else []
+        log_ratios = [c["proximal_logprobs"].double() - c["reference_logprobs"].double() for c in counted]
+        kl[update.loss_tokens_in_batch(batch)] = passes.of_update(update, micro_batches, log_ratios).numpy()
+    return kl
+
+
+def kl_metrics(kl: NDArray[np.float64], *, coefficient: float, trajectories: int) -> dict[str, float]:
+    """`kl/proximal` and `kl/penalty` from the KL [N] of the tokens of a number of trajectories."""
+    return {"kl/proximal": share(kl.sum(), len(kl)), "kl/penalty": float(coefficient * kl.sum() / trajectories)}

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from agent_loop.timeline import Timeline
 from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.critic.config import CriticConfig
+from async_rl.trainer.critic.critic import Critic
 from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.export import VersionWriter, adapter_folder, export_adapter, export_pretrained
 from async_rl.trainer.forward_backward import ForwardBackward
@@ -36,7 +38,15 @@ from async_rl.trainer.old_policy.old_policy import OldPolicy, OldPolicyConfig, W
 from async_rl.trainer.planning import BatchPlan, Planner, UpdatePlan
 from async_rl.trainer.recording import RolloutRecorder, recorded_values
 from async_rl.trainer.state.adam import Optimizer
-from async_rl.trainer.state.checkpoint import Manifest, copy_state, fields_of, load_state, read_manifest, write_state
+from async_rl.trainer.state.checkpoint import (
+    Manifest,
+    copy_state,
+    fields_of,
+    load_state,
+    read_manifest,
+    require_same,
+    write_state,
+)
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
@@ -88,6 +98,7 @@ class TrainerRank:
             `direct`).
         direct: backend by which engines receive versions from the memory of this rank; None with other routes.
         old_policy: how old logprobs are computed; None if they are not.
+        critic: the value model of advantage.name=gae; None with other advantages.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
 
     Attributes:
@@ -115,6 +126,7 @@ class TrainerRank:
         host: str | None = None,
         direct: Backend | None = None,
         old_policy: OldPolicyConfig | None = None,
+        critic: CriticConfig | None = None,
         recorder: RolloutRecorder | None = None,
     ) -> None:
         torch.set_num_threads(threads_of(config))
@@ -157,6 +169,16 @@ class TrainerRank:
             micro_batches=lambda batch, update: self._micro_batches(BatchPlan(batch=batch, updates=[update]), update),
             routing=self._info.routing,
         )
+        self._critic = critic and Critic(
+            critic,
+            trainer=config,
+            loss=loss,
+            policy=self.model,
+            passes=self._forward_backward,
+            groups=self._groups,
+            start=checkpoint,
+            micro_batches=lambda plan, update, trunk: self._micro_batches(plan, update, trunk=trunk),
+        )
 
     # ---- training
 
@@ -194,7 +216,10 @@ class TrainerRank:
                 for _, micro_batches in planned:
                     self._forward_backward.proximal(micro_batches)
         penalty: dict[str, float] = {}
-        if self._loss.penalises_rewards:
+        if self._critic is not None:
+            with self.timeline.span("values"):
+                plan, penalty = self._critic.value(plan, planned)
+        elif self._loss.penalises_rewards:
             plan, penalty = penalise_rewards(
                 plan, planned, coefficient=self._loss.kl_coefficient, passes=self._forward_backward
             )
@@ -204,17 +229,22 @@ class TrainerRank:
                 if self._old is not None and planned and not number:
                     verified = self._old.verify(plan, walked, None)
                 steps.append((0.0, self._optimizer.skip()))
+                if self._critic is not None:
+                    self._critic.skip()
                 continue
             update, micro_batches = next(trained)
             objective = self._forward_backward.policy_objective(update, micro_batches)
+            if self._critic is not None:
+                objective = self._critic.objective(update, objective)
             self._forward_and_backward(update, micro_batches, objective, self._config.aux_loss_coefficient)
             if self._old is not None and not number:
                 verified = self._old.verify(plan, walked, micro_batches)
-            steps.append(self._step())
+            steps.append(self._step(critic_update=update))
         with self.timeline.span("record"):
             self._record(plan, planned)
         results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
-        return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty | verified
+        of_critic = {} if self._critic is None else self._critic.metrics()
+        return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty | verified | of_critic
 
     def throughput(self, plan: BatchPlan, *, seconds: float) -> dict[str, float]:
         """Metrics of the speed of `train`: TFLOP/s of a rank, and their share of the peak if that is known.
@@ -326,12 +356,14 @@ class TrainerRank:
             reference=self._reference is not None,
             versions=self._old is not None,
             start=str(self._start) if self._config.lora.rank else None,
+            critic=self._critic and self._critic.saved(),
         )
         with self.timeline.span("checkpoint"):
             if self._old is not None:
                 self._old.store.add(self._optimizer.updates)
             state = self._state(loading=False, reference=manifest.reference, random=True)
             state |= {} if self._old is None else self._old.state()
+            state |= {} if self._critic is None else {"critic": self._critic.state(loading=False)}
             shards = copy_state(directory, state, ranks=self._groups)
         return self._writer.submit(write_state, directory, shards, manifest=manifest, ranks=self._groups)
 
@@ -339,10 +371,11 @@ class TrainerRank:
         """Restore the state that `save` wrote, also in another parallel layout.
 
         In the same layout training continues exactly as without a restart. In another layout, sums have another order,
-        and the random state is reset from trainer.seed + number of updates.
+        and the random state is reset from trainer.seed + number of updates. If the folder has no critic, that of this
+        rank starts over, as after `reset_optimizer`; a critic of the folder is left out if this rank has none.
 
         Raises:
-            TrainerCheckpointError: the folder does not exist, is damaged, or has another format or model.
+            TrainerCheckpointError: the folder does not exist, is damaged, or has another format, model or critic.
         """
         manifest = read_manifest(directory, model=self._model_fields, ranks=self._groups)
         same_layout = manifest.layout == self._layout()
@@ -351,6 +384,9 @@ class TrainerRank:
         given = self._state(loading=True, reference=reference, random=same_layout)
         if self._old is not None and manifest.versions and same_layout:
             given |= self._old.state()
+        if self._critic is not None and manifest.critic is not None:
+            require_same(directory, manifest.critic.model, self._critic.fields, what="critic")
+            given["critic"] = self._critic.state(loading=True)
         state = load_state(directory, given)
         copy_into(weights, state["model"])
         self._optimizer.load(state.get("optimizer", {}), updates=manifest.updates, steps=manifest.steps)
@@ -358,6 +394,8 @@ class TrainerRank:
             copy_into({name: self._reference.frozen(w) for name, w in weights.items()}, state["reference"])
         if self._old is not None:
             self._old.store.restore(manifest.updates, *state.get("versions", ()))
+        if self._critic is not None:
+            self._critic.restore(state.get("critic", {}), manifest.critic)
         if same_layout:
             self._groups.set_random_state(state["random"])
         else:
@@ -370,12 +408,15 @@ class TrainerRank:
             self._old.store.forget(range(first, last + 1))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
-        """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights."""
+        """Replace the optimizer: zero moments, schedule at update 0. The reference becomes the current weights, and so
+        does the critic, unless it has a checkpoint."""
         self._optimizer = Optimizer(self.model.wrapped, config=optimizer, trainer=self._config)
         if self._reference is not None:
             self._reference = ReferenceWeights(self.model.chunks)
         if self._old is not None:
             self._old.store.restore(0)
+        if self._critic is not None:
+            self._critic.reset()
 
     def close(self) -> None:
         """Leave the process groups, when recorded rollouts and the last checkpoint are on the disk."""
@@ -388,7 +429,12 @@ class TrainerRank:
     # ---- inside
 
     def _micro_batches(
-        self, plan: BatchPlan, update: UpdatePlan, *, replay: RouterReplayMode | None = None
+        self,
+        plan: BatchPlan,
+        update: UpdatePlan,
+        *,
+        replay: RouterReplayMode | None = None,
+        trunk: BuiltModel | None = None,
     ) -> MicroBatches:
         """Micro-batches of this rank for `update`.
 
@@ -397,16 +443,19 @@ class TrainerRank:
             update: a part of the plan.
             replay: kind of router replay of a supervised step, whose load-balance loss counts each token; None for the
                 configured one.
+            trunk: model of the critic, which replays rows of the batch alone; None for the policy.
         """
-        model = self.model
+        model, shares = trunk or self.model, self._config.shares_prefixes and replay is None
+        replay = replay or self._config.router_replay
+        replays = model.replay is not None and (trunk is None or replay == "R3")
         builder = MicroBatchBuilder(
             plan.batch,
             update,
             at=self._groups.coordinates,
             device=self._groups.device,
             packing=self._config.packing,
-            shares_prefixes=self._config.shares_prefixes and replay is None,
-            replay=(replay or self._config.router_replay) if model.replay is not None else "none",
+            shares_prefixes=shares,
+            replay=replay if replays else "none",
             routing=self._info.routing,
             layers=model.replay.layers if model.replay is not None else (),
             rotary=model.rotary,
@@ -440,10 +489,19 @@ class TrainerRank:
         with self.timeline.span("forward_backward", micro_batches=len(micro_batches)):
             self._forward_backward.train(micro_batches, objective)
 
-    def _step(self) -> tuple[float, float]:
-        """Optimizer update; returns (gradient norm, learning rate)."""
+    def _step(self, *, critic_update: UpdatePlan | None = None) -> tuple[float, float]:
+        """Optimizer update, skipped while a critic warms up; returns (gradient norm, learning rate).
+
+        Args:
+            critic_update: mini-batch for the critic, if there is one.
+        """
+        warms_up = False
+        if self._critic is not None and critic_update is not None:
+            warms_up = self._critic.warms_up
+            with self.timeline.span("critic"):
+                self._critic.update(critic_update)
         with self.timeline.span("optimizer"):
-            return self._optimizer.step()
+            return (0.0, self._optimizer.skip()) if warms_up else self._optimizer.step()
 
     def _metrics(
         self, results: Sequence[MicroBatchResults], steps: Sequence[tuple[float, float]], *, trajectories: int

@@ -17,6 +17,7 @@ from async_rl.trainer.batch.forest import Forest, shared_prefixes
 from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.critic.value_head import ValueTerm
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, kl_term, policy_loss
 from async_rl.trainer.loss.ratios import FilterName, TokenLogprobs, Trajectories
@@ -41,7 +42,7 @@ TOKEN_RESULTS = ("current", "filters", "gradient")
 i of FILTERS that changed the weight, and the derivative of the loss by the logprob, once the backward pass has run."""
 FILTERS: tuple[FilterName, ...] = get_args(FilterName)
 
-ObjectiveKind = Literal["policy", "supervised", "logprobs"]
+ObjectiveKind = Literal["policy", "supervised", "logprobs", "values", "value_loss"]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,6 +60,8 @@ class MicroBatch:
     """int64 [1, t], 0 for padding."""
     loss_rows: Tensor
     """int64 [n], row that predicts each token in the loss; the last row of a shared prefix predicts several."""
+    end_rows: Tensor
+    """int64 [sequences], row of the last token of each sequence; -1 if it is on another context rank."""
     targets: Tensor
     """int64 [n], ids of the tokens in the loss."""
     numbers: Tensor
@@ -173,6 +176,7 @@ class MicroBatchBuilder:
         loss = self._loss_columns(numbers)
         loss_rows = take_rows(rows.token_row, torch.where(loss["position"] > 0, loss["token"] - 1, -1), fill=-1)
         loss, loss_rows = loss[loss_rows >= 0], loss_rows[loss_rows >= 0]
+        ends = torch.from_numpy(self.batch.lengths[np.array(numbers, np.int64)].cumsum()) - 1
         targets = token_ids[loss["token"]]
         kept = self._kept_tokens(sequences, loss["token"], targets)
         # Of all sequences, not only of the tokens on this rank, so that it is equal on all context ranks.
@@ -182,6 +186,7 @@ class MicroBatchBuilder:
         return MicroBatch(
             token_ids=take_rows(token_ids, rows.index, fill=0).unsqueeze(0).to(to),
             loss_rows=loss_rows.to(to),
+            end_rows=take_rows(rows.token_row, ends, fill=-1).to(to),
             targets=targets.to(to),
             numbers=loss["number"],
             columns={name: loss[name].to(to) for name in _LOSS_COLUMNS},
@@ -272,21 +277,22 @@ class MicroBatches:
         sequences: numbers of the sequences of each micro-batch.
 
     Attributes:
+        sequences: as the argument.
         results: one object per micro-batch.
         old: of the tokens of the update on this rank; None if none were computed.
     """
 
     def __init__(self, builder: MicroBatchBuilder, sequences: Sequence[Sequence[int]]) -> None:
         self._builder = builder
-        self._sequences = sequences
+        self.sequences = sequences
         self.old: OldLogprobs | None = None
         self.results = [MicroBatchResults() for _ in sequences]
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return len(self.sequences)
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return map(self._build, self._sequences, self.results)
+        return map(self._build, self.sequences, self.results)
 
     def _build(self, sequences: Sequence[int], results: MicroBatchResults) -> MicroBatch:
         micro_batch = self._builder.build(sequences)
@@ -319,7 +325,7 @@ class Objective:
     """Computes loss and sums from the hidden states of a micro-batch."""
 
     kind: ObjectiveKind
-    """`policy` and `supervised` are trained; `logprobs` returns logprobs without a loss."""
+    """`policy`, `supervised` and `value_loss` are trained; `logprobs` and `values` return these without a loss."""
     loss: LossConfig
     """The policy loss."""
     layer: OutputLayer | None
@@ -328,6 +334,8 @@ class Objective:
     """Ranks with other tokens of the same trajectories; None for a single rank."""
     surrogate: Surrogate | None = None
     """The equation of `loss` in this update; None for `loss.equation()`."""
+    value: ValueTerm | None = None
+    """The value loss, alone or next to that of the policy; None without a critic in this model."""
 
     def token_logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
@@ -356,6 +364,11 @@ class Objective:
             hidden: [1, t, H], the input of the output layer.
             micro_batch: with t rows.
         """
+        if self.value is not None and self.kind == "values":
+            return hidden.new_zeros(()), self.value.at_start(hidden, micro_batch)
+        value_loss = None if self.value is None else self.value.loss(hidden, micro_batch)
+        if value_loss is not None and self.kind == "value_loss":
+            return value_loss, {"value_loss": value_loss.detach()}
         logprobs, entropy = self.token_logprobs(hidden, micro_batch)
         columns = micro_batch.columns
         match self.kind:
@@ -364,8 +377,11 @@ class Objective:
             case "supervised":
                 loss = -(columns["token_weights"] * logprobs).sum()
                 return loss, {"loss": loss.detach(), "tokens": loss.new_tensor(float(len(logprobs)))}
-            case "policy":
-                return self._policy(logprobs, entropy, micro_batch)
+            case _:
+                loss, results = self._policy(logprobs, entropy, micro_batch)
+                if value_loss is None:
+                    return loss, results
+                return loss + value_loss, {**results, "value_loss": value_loss.detach()}
 
     def _policy(self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         columns, index, count = micro_batch.columns, micro_batch.columns["trajectory"], len(micro_batch.trajectories)

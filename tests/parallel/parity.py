@@ -17,12 +17,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.distributed import open_store
 from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.helpers import numerics, tiny_models
+from tests.helpers.critics import GAMMA_LAM, head_gradients, set_head, trunk_gradients, valued_tokens
 from tests.parallel.parity_cells import LAYOUTS, MODELS, Cell, ranks_of
 from tests.parallel.processes import rank_processes
-from tests.parallel.support import NO_UPDATE, TREES, gradients, make_batch, make_tree_batch, padded_rank
+from tests.parallel.support import (
+    NO_UPDATE,
+    TREES,
+    gradients,
+    make_batch,
+    make_tree_batch,
+    padded_rank,
+    training_batch_of,
+)
 
 # Forward and backward pass of 4 layers, each of about 12 operations in a row: projections, attention, norms, experts.
 # A broken replay moves gradients by 2e-2 or more.
@@ -34,7 +44,7 @@ MOVED_BY = 0.04  # standard deviation of the change of router weights (theirs is
 ON_ONE_RANK = {
     field.name: field.default
     for field in fields(Cell)
-    if field.name not in ("family", "layout", "replay", "support", "trees", "shares")
+    if field.name not in ("family", "layout", "replay", "support", "critic", "trees", "shares")
 } | {"layout": "single", "shares": False}
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
@@ -104,6 +114,9 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
     from tests.parallel.broken_replay import FAULTS
     from tests.parallel.fused_layers import fused_layers
 
+    if cell.critic:
+        return critic_update(cell, checkpoint, rank=rank)
+
     class MovedRank(padded_rank()):
         """Moves its routers between the passes at the start of a batch and the update."""
 
@@ -129,6 +142,27 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
     metrics = trainer.train(parity_batch(cell))
     assert (metrics["tree/compression"] > 1.05) == bool(cell.trees and cell.shares)
     return {"loss": metrics["loss"], "logprobs": trainer.seen, "gradients": gradients(trainer)}
+
+
+def critic_update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
+    """As `update` of the value model: its loss, values and returns, and its gradients; collective."""
+    trainer = padded_rank()(
+        config=cell.config(),
+        optimizer=NO_UPDATE,
+        loss=LOSS,
+        checkpoint=checkpoint,
+        rank=rank,
+        world_size=ranks_of(cell),
+        critic=CriticConfig(trunk=cell.critic, optimizer=NO_UPDATE),  # pyright: ignore[reportArgumentType]
+    )
+    set_head(trainer)
+    batch = parity_batch(cell)
+    batch["rewards"] = 1.0 + torch.arange(len(batch), dtype=torch.float64) % 3
+    options = {"advantage": GAMMA_LAM, "truncated": [0, 2]}
+    found = valued_tokens(trainer, training_batch_of(batch, **options))
+    metrics = trainer.train(batch, **options)
+    grads = trunk_gradients(trainer) | {f"head.{name}": grad for name, grad in head_gradients(trainer).items()}
+    return {"loss": metrics["critic/loss"], "logprobs": torch.cat([found.values, found.returns]), "gradients": grads}
 
 
 def move_routers(chunks) -> None:

@@ -77,6 +77,8 @@ class Cell:
     """Shape of a batch with shared prefixes (`support.TREES`); empty for sequences that share nothing."""
     shares: bool = True
     """Whether prefixes are computed once; False in the reference."""
+    critic: str = ""
+    """Trunk of the value model whose update is compared; empty for the update of the policy."""
     support: bool = False
     """Whether the tokens were sampled from parts of the vocabulary."""
 
@@ -86,12 +88,14 @@ class Cell:
         layers = "" if self.layers == "local" else self.layers
         support = "support" if self.support else ""
         always = (self.family, self.layout, self.replay, self.recompute, self.packing)
-        return "/".join(part for part in (*always, dtype, layers, support, self.trees, self.fault) if part)
+        critic = self.critic and f"{self.critic} critic"
+        return "/".join(part for part in (*always, dtype, layers, support, critic, self.trees, self.fault) if part)
 
     @property
     def reference(self) -> str:
         """Name of the file with the result of one rank, in float32."""
-        return "-".join(filter(None, (self.family, self.replay, "support" * self.support, self.trees))) + ".pt"
+        parts = (self.family, self.replay, "support" * self.support, self.critic, self.trees)
+        return "-".join(filter(None, parts)) + ".pt"
 
     @property
     def on_one_rank(self) -> "Cell":

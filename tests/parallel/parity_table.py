@@ -3,6 +3,7 @@
 --layout tp2 pp2 --family qwen3_moe --replay R3 --recompute full --packing packed    cells to run; all without
 --support          the same cells on tokens that were sampled from parts of the vocabulary
 --trees mixed      the packed cells with sequences that share prefixes, in one of the shapes of support.TREES
+--critic own       the same cells of the value model, with an own trunk or with that of the policy (shared)
 --json FILE        one line per cell, written at its end; cells in it within the tolerance are not repeated
 --markdown FILE    the summary as a table
 --work FOLDER      keeps checkpoints and references for a later call
@@ -35,7 +36,7 @@ def chosen_cells(options: argparse.Namespace) -> list[Cell]:
     cells = [c for c in all_cells() if all(getattr(c, name) in getattr(options, name) for name in CHOICES)]
     if options.trees:
         cells = [cell for cell in cells if cell.packing == "packed"]
-    return [replace(cell, support=options.support, trees=options.trees) for cell in cells]
+    return [replace(cell, support=options.support, trees=options.trees, critic=options.critic) for cell in cells]
 
 
 def read_results(path: Path | None) -> Results:
@@ -117,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", nargs="+", choices=choices, default=choices)
     parser.add_argument("--support", action="store_true")
     parser.add_argument("--trees", choices=TREES, default="")
+    parser.add_argument("--critic", choices=("own", "shared"), default="")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     parser.add_argument("--work", type=Path)

@@ -17,6 +17,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from async_rl.trainer.batch.advantage import BatchRewards
 from async_rl.trainer.batch.forest import prefixes_of
 from async_rl.trainer.batch.training_batch import TrainingBatch, supervised_batch
+from async_rl.trainer.critic.gae import GAE
 from async_rl.trainer.loss.losses import DecoupledPPO, LossConfig, policy_loss, token_weights
 from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories
 from async_rl.trainer.model.model import TrainerConfig
@@ -122,10 +123,11 @@ def make_tree_batch(shape, *, support=False, layers=3, other_rows=()):
 UPDATE = 100  # of the weights at the start of a batch; version v holds v updates
 
 
-def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
+def training_batch_of(padded, *, advantage="reinforce_plus_plus", truncated=()):
     """The ragged form of a padded batch: a sequence is a separate trajectory in the content of its group.
 
-    advantage: how its rewards become advantages if the KL is in the reward.
+    advantage: how its rewards become advantages if the KL is in the reward; a name, or a GAE.
+    truncated: numbers of the trajectories that a token limit cut.
     """
     columns = {name: padded[name] for name in padded.keys() if name != "support"}  # noqa: SIM118
     count = len(padded)
@@ -153,8 +155,9 @@ def training_batch_of(padded, *, advantage="reinforce_plus_plus"):
         version_updates={version: version for version in range(UPDATE - 10, UPDATE + 10)},
         retained_kv=impure,
         admitted_updates=[UPDATE - 1 if impure else UPDATE] * len(contents),
+        truncated=truncated,
         rewards=BatchRewards(
-            config=ADVANTAGES[advantage](),
+            config=ADVANTAGES[advantage]() if isinstance(advantage, str) else advantage,
             values=columns["rewards"].numpy(),
             groups=group,
             agents=np.zeros(count, np.int64),
@@ -232,6 +235,7 @@ def start_trainer(
     direct=None,
     fused=False,
     old_policy=None,
+    critic=None,
     **changes,
 ):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
@@ -252,6 +256,7 @@ def start_trainer(
             direct=direct,
             recorder=recorder,
             old_policy=old_policy,
+            critic=critic,
         )
 
 
@@ -273,13 +278,18 @@ def given_reference(passes, batch):
 
 @functools.cache
 def padded_rank():
-    """A TrainerRank that takes padded batches too, and answers them with padded logprobs."""
+    """A TrainerRank that takes padded batches too, and answers them with padded logprobs.
+
+    With a critic, the advantages are those of GAE.
+    """
     from async_rl.trainer.rank import TrainerRank
 
     class PaddedRank(TrainerRank):
         def train(self, batch, **advantage):
             if not isinstance(batch, TensorDict):
                 return super().train(batch)
+            if self._critic is not None:
+                advantage = {"advantage": GAE(gamma=0.95, lam=0.9, whiten=False), **advantage}
             with given_reference(self._forward_backward, batch):
                 return super().train(training_batch_of(batch, **advantage))
 
@@ -296,7 +306,7 @@ def padded_rank():
 def gradients(trainer, *, adapters=False):
     """Name as in `exported` -> gradient of the last update, on the CPU; collective."""
     for chunk in trainer.model.wrapped:
-        _gather_gradients(chunk)
+        gather_gradients(chunk)
     with mock.patch("async_rl.trainer.model.source.exported_value", _gradient):
         return exported(trainer, adapters=adapters)
 
@@ -320,7 +330,7 @@ def exported(trainer, *, adapters=False):
     return {name: tensor for held in ranks for name, tensor in held.items()}
 
 
-def _gather_gradients(wrapped):
+def gather_gradients(wrapped):
     """Make `main_grad` whole if the distributed optimizer has left each rank its share; collective."""
     if not wrapped.ddp_config.use_distributed_optimizer:
         return

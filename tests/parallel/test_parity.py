@@ -59,7 +59,23 @@ TREES = [
     cell("deepseek_v3", "cp2-pp2", "none", "none", "packed", trees="mixed"),
     cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", trees="forks", layers="fused"),
 ]
-SOUND += TREES
+CRITICS = [
+    cell("qwen3_moe", "dp2-distopt", "R3", "none", "packed", critic="own"),
+    cell("qwen3_moe", "tp2", "R3", "none", "packed", critic="own"),
+    cell("qwen3_moe", "tp2", "R2", "full", "packed", critic="shared"),
+    cell("deepseek_v3", "tp2-etp1", "R3", "none", "packed", critic="shared"),
+    cell("qwen3_moe", "cp2", "R3", "none", "packed", critic="own", trees="mixed"),
+    cell("deepseek_v3", "pp2", "R3", "none", "padded", critic="own"),
+    cell("qwen3_moe", "pp2-vpp2", "R3", "none", "packed", critic="shared", trees="forks"),
+    cell("qwen3_moe", "ep2", "R3", "selective", "packed", critic="own"),
+    cell("qwen3_moe", "etp2", "none", "none", "packed", critic="own"),
+    cell("qwen3_moe", "tp2-pp2-vpp2", "R3", "full", "packed", critic="own"),
+    cell("qwen3_moe", "tp2-cp2", "R3", "none", "packed", critic="shared", trees="group"),
+    cell("deepseek_v3", "tp2-dp2-ep2-etp1", "R3", "none", "packed", critic="own"),
+    cell("qwen3_moe", "tp2-dp2-distopt", "R3", "none", "packed", critic="shared"),
+    cell("gpt_oss", "pp2-vpp2-ep2", "none", "none", "packed", critic="own"),
+]
+SOUND += [*TREES, *CRITICS]
 BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]
 BROKEN += [cell("qwen3_moe", "ep2-etp2", "R3", "none", "packed", "drop-layer", layers="fused")]
 BROKEN += [cell("deepseek_v3", "tp2-pp2", "R2", "full", "packed", fault) for fault in ("drop-layer", "shift-token")]

@@ -27,6 +27,7 @@ from async_rl.trainer.batch.advantage import (
     over_tokens,
     parts,
 )
+from async_rl.trainer.critic.gae import GAE
 
 _EPSILON = 1e-6  # of GRPO, as in verl
 
@@ -231,7 +232,7 @@ class SPO(Advantage):
 
 AdvantageConfig = Annotated[
     Annotated[
-        GRPO | DrGRPO | RLOO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | BatchMean | Contrastive | SPO,
+        GRPO | DrGRPO | RLOO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | BatchMean | Contrastive | SPO | GAE,
         Field(discriminator="name"),
     ],
     or_user_class(Advantage, key="advantage"),

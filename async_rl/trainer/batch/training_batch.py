@@ -34,7 +34,7 @@ from async_rl.trainer.batch.advantage import Advantages, BatchRewards
 from async_rl.trainer.batch.forest import Int64Array, Prefix
 from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead, SequenceHead
-from message_queue.tokens import Float32Array, Int32Array
+from message_queue.tokens import Float32Array, Int32Array, StopReason
 from message_queue.training_sequence import (
     BoolArray,
     Content,
@@ -132,6 +132,8 @@ class TrainingBatch:
     """Optimizer updates of the weights whose tokens alone are in the loss; None for all. See `of_update`."""
     rewards: BatchRewards | None = None
     """Rewards of the trajectories, for advantages with a KL (loss.kl_in=reward); None if the batch has none."""
+    truncated: Sequence[int] = ()
+    """Numbers of the trajectories that a token limit cut (LENGTH), ascending; with several agents, of all of them."""
     recorded: RecordedGroups = field(default_factory=RecordedGroups)
     """Groups whose rollouts are written to disk."""
 
@@ -299,6 +301,11 @@ def training_batch(
         shared=_prefixes(heads, of_group=table[:, 0]),
         heads=[heads[g].trajectories[t].sequences[at] for g, t, at in table[:, :3].tolist()],
         rewards=rewards,
+        truncated=[
+            number
+            for number, (g, t, _) in enumerate(trajectories)
+            if heads[g].trajectories[t].stop_reason is StopReason.LENGTH
+        ],
     )
 
 

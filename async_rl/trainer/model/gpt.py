@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -59,7 +60,7 @@ class BuiltModel:
         return list(self.wrapped) if len(self.wrapped) > 1 else self.wrapped[0]
 
     def output_layer(self, *, float32: bool) -> OutputLayer | None:
-        """The output layer; None before the last pipeline stage.
+        """The output layer; None before the last pipeline stage, and of a model without one.
 
         bfloat16 rounds a logit of 16 by up to 0.06, and a logprob then has this error (MiniMax-M1, arXiv
         2506.13585).
@@ -68,7 +69,7 @@ class BuiltModel:
             float32: whether logits are computed in float32. The weight and its gradient keep their dtype.
         """
         chunk: Any = self.chunks[-1]
-        if not chunk.post_process:
+        if not chunk.post_process or isinstance(chunk.output_layer, _NoOutputLayer):
             return None
         tied = chunk.share_embeddings_and_output_weights
         weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
@@ -95,8 +96,16 @@ class BuiltModel:
                         setattr(dispatcher, name, None)
 
 
-def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device) -> BuiltModel:
+def build_model(
+    checkpoint: Path, *, config: TrainerConfig, device: torch.device, output_layer: bool = True
+) -> BuiltModel:
     """Build this rank's part of the model; its weights are undefined until they are loaded.
+
+    Args:
+        checkpoint: Hugging Face folder with the config.
+        config: settings of the trainer.
+        device: device of this rank.
+        output_layer: whether the model has one; else it ends with the last hidden states.
 
     Raises:
         CheckpointError: the trainer does not support the model.
@@ -112,10 +121,11 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
         megatron = _megatron_config(shape, config, device)
     interleaved = config.parallel.virtual_pipeline > 1
     stages = range(config.parallel.virtual_pipeline) if interleaved else [None]
-    chunks = [_build_chunk(megatron, shape, config, stage, transformer_engine=engine).to(device) for stage in stages]
+    settings: Any = {"transformer_engine": engine, "output_layer": output_layer}
+    chunks = [_build_chunk(megatron, shape, config, stage, **settings).to(device) for stage in stages]
     moe = bool(shape.megatron.get("num_moe_experts"))
     replay = RouterReplay(chunks, threshold=config.replay_threshold) if moe else None
-    settings = DistributedDataParallelConfig(
+    data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=config.distributed_optimizer,
         overlap_grad_reduce=config.sums_gradients,
@@ -125,7 +135,8 @@ def build_model(checkpoint: Path, *, config: TrainerConfig, device: torch.device
     if config.lora.rank:  # after the conversion to bfloat16, because adapters are float32
         add_adapters(chunks, config=config.lora, shape=shape, seed=config.seed)
     wrapped = [
-        DistributedDataParallel(megatron, settings, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(inner)
+        DistributedDataParallel(megatron, data_parallel, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(inner)
     ]
     if config.sums_gradients:  # until the last micro-batch, gradients are added up on each rank
         no_sync: Any = [chunk.no_sync for chunk in wrapped]
@@ -142,6 +153,7 @@ def _build_chunk(
     stage: int | None,
     *,
     transformer_engine: bool,
+    output_layer: bool,
 ) -> GPTModel:
     chunk = GPTModel(
         megatron,
@@ -156,9 +168,11 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         position_embedding_type="none",  # RowAttention rotates
-        share_embeddings_and_output_weights=shape.tied,
+        share_embeddings_and_output_weights=shape.tied and output_layer,
         vp_stage=stage,
     )
+    if chunk.post_process and not output_layer:
+        cast(Any, chunk).output_layer = _NoOutputLayer(sequence_parallel=megatron.sequence_parallel)
     _mark_weights(chunk)
     _return_hidden_states(chunk)
     return chunk
@@ -280,6 +294,20 @@ def _recompute(config: TrainerConfig) -> dict[str, Any]:
             return {"recompute_granularity": "selective", "recompute_modules": [*config.recompute_modules]}
         case "full":
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+class _NoOutputLayer(torch.nn.Module):
+    """In place of the output layer of a model without one."""
+
+    weight = None
+
+    def __init__(self, *, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+
+    def sharded_state_dict(self, prefix: str = "", *_args: Any, **_settings: Any) -> dict[str, Any]:
+        """An entry without a tensor, because megatron sets an attribute of the entry."""
+        return {f"{prefix}weight": SimpleNamespace()}
 
 
 def _return_hidden_states(chunk: GPTModel) -> None:

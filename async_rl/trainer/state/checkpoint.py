@@ -50,6 +50,18 @@ class TrainerCheckpointError(AsyncRLError, ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CriticState:
+    """Description of the critic in a checkpoint."""
+
+    model: dict[str, Any]
+    """Kind of trunk, and `fields_of` an own one; the restoring critic must have the same."""
+    updates: int
+    """As `Manifest.updates`, of the critic."""
+    steps: int
+    """As `Manifest.steps`, of the critic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Description of a checkpoint."""
 
@@ -67,6 +79,8 @@ class Manifest:
     """Whether the checkpoint contains the stored versions of each rank."""
     start: str | None = None
     """Folder of the start checkpoint, whose weights LoRA adapters belong to; None without LoRA."""
+    critic: CriticState | None = None
+    """The critic; None if the checkpoint has none."""
 
 
 def copy_state(directory: Path, state: dict[str, Any], *, ranks: ProcessGroups) -> CopiedShards:
@@ -147,16 +161,24 @@ def read_manifest(directory: Path, *, model: Mapping[str, Any], ranks: ProcessGr
     found = ranks.gather([_problem(path, hashes[path.name]) for path in mine])
     if wrong := [problem for part in found for problem in part if problem]:
         raise TrainerCheckpointError(f"{directory} is damaged: {'; '.join(wrong)}; restore from an older checkpoint")
-    theirs = manifest.model
+    require_same(directory, manifest.model, model, what="model")
+    return manifest
+
+
+def require_same(directory: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], *, what: str) -> None:
+    """Compare properties in checkpoint `directory` with those that are required.
+
+    Raises:
+        TrainerCheckpointError: they differ.
+    """
     if differing := [
-        f"{name} is {theirs.get(name)!r} there and {model.get(name)!r} here"
-        for name in sorted({*theirs, *model})
-        if theirs.get(name) != model.get(name)
+        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
     ]:
         raise TrainerCheckpointError(
-            f"{directory} is of another model: {'; '.join(differing)}; give one of this model and these settings"
+            f"{directory} is of another {what}: {'; '.join(differing)}; give one of this {what} and these settings"
         )
-    return manifest
 
 
 def require_complete(directory: Path) -> None:

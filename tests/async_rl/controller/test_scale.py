@@ -10,6 +10,7 @@ from async_rl.controller.summary import engine_memory, parameters_of, rank_memor
 from async_rl.inference.serving import gpu_bytes
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from tests.helpers.full_size import PARAMETERS, save_empty
+from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
 CASES = [  # preset, model, further options
     ("one_gpu", "Qwen3-1.7B"),
@@ -59,6 +60,18 @@ def test_rank_bytes_with_lora_are_those_of_the_frozen_weights():
     adapted = replace(config.trainer, lora=LoraConfig(rank=8))
     held = sum(rank_parts(adapted, cpu_offload=0.0, dense=200, experts=800, layers=48).values())
     assert held == 2 * (200 / 2 + 800 / 8)  # tensor 2, expert 8
+
+
+def test_an_own_trunk_of_the_critic_takes_the_memory_of_a_second_model(tmp_path):
+    checkpoint = save_checkpoint(qwen3_moe_config(), tmp_path / "model", seed=0)
+    gae = [f"model.checkpoint={checkpoint}", "advantage.name=gae"]
+    own = rank_memory(load_config(gae), checkpoint)
+    model = sum(own[name] for name in ("weights", "gradients", "optimizer state"))
+    assert own["the critic"] == model
+    shared = rank_memory(load_config([*gae, "critic.trunk=shared"]), checkpoint)
+    assert shared == {name: size for name, size in own.items() if name != "the critic"}
+    adapted = rank_memory(load_config([*gae, "trainer.lora.rank=8"]), checkpoint)
+    assert adapted["the critic"] == own["weights"]
 
 
 def test_rank_bytes_are_those_of_the_pipeline_rank_with_most_layers():

@@ -157,7 +157,7 @@ async def test_report_opens_with_five_charts_and_folds_the_others_by_topic_witho
     assert first[0] == "Reward" and len(first) == 5
     assert await page.run("[...document.querySelectorAll('#topics .chart .drawing')].every((e) => !e.data)")
     topics = await page.run("[...document.querySelectorAll('.topic')].map((e) => e.dataset.topic)")
-    assert topics == ["Reward", "Loss", "Mismatch", "Routing", "Time", "Task"]
+    assert topics == ["Reward", "Loss", "Critic", "Mismatch", "Routing", "Time", "Task"]
     await unfold(page, "Loss")
     for title in ("Learning rate", "KL", "Entropy"):
         assert (await lines_of(page, title))[0][0] == [1, 2, 3, 4]

@@ -23,8 +23,8 @@ from tests.helpers.losses import ADVANTAGES
 
 pytestmark = pytest.mark.numerics
 
-COMPARING = sorted(ADVANTAGES.keys() - {"contrastive", "spo"})
-"""Baselines that compare rewards with one another; the two others have their own tests."""
+COMPARING = sorted(ADVANTAGES.keys() - {"contrastive", "gae", "spo"})
+"""Baselines that compare rewards with one another; the others have their own tests."""
 OF_GROUPS = ("grpo", "dr_grpo", "rloo")
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=16).map(np.array)
 
