@@ -64,6 +64,8 @@ class Prompt:
     """Conversation so far, at least one message."""
     target: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Data for the reward, never shown to the model."""
+    teacher: str | None = None
+    """Name of the teacher that scores its rollouts; None for the only one of the run, "" for none."""
 
     def __post_init__(self) -> None:
         if not self.messages:

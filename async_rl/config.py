@@ -15,7 +15,7 @@ from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, rep
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from annotated_types import Ge, Gt
@@ -39,16 +39,18 @@ from async_rl.files.user_code import user_class
 from async_rl.files.validation import explain
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
-from async_rl.inference.select import EngineConfig, own_variables
+from async_rl.inference.select import EngineConfig, ReplicaSettings, own_variables
 from async_rl.inference.sglang.config import MAX_KEPT, SglangConfig
 from async_rl.inference.supervisor import SupervisionConfig
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.metrics.trackers import TrackingConfig
 from async_rl.rollout.rollouter import FailureConfig
 from async_rl.rollout.task import TaskConfig
+from async_rl.rollout.teachers import TeacherConfig
 from async_rl.trainer.batch.baselines import GRPO, AdvantageConfig
 from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.critic.gae import GAE
+from async_rl.trainer.loss.distillation import DistillationConfig
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.model import TrainerConfig, rank_environment
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -65,6 +67,8 @@ _FILES = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # an 
 CONFIGS, RECIPES = _FILES / "configs", _FILES / "recipes"
 SYNCHRONOUS, MAX_STALENESS = "staleness=synchronous", "staleness.max_staleness="
 """An override that fixes the bound on staleness, and the start of those that set it."""
+SHARED_BY_TEACHERS = ("name", "device", "dtype")
+"""Fields of `engine` that the engine of a teacher has too if it does not give them."""
 _FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
 
 
@@ -338,6 +342,11 @@ class RunConfig:
     """Advantages from rewards."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """Value model of advantage.name=gae."""
+    teachers: Mapping[str, TeacherConfig] = field(default_factory=dict[str, TeacherConfig])
+    """Name -> frozen model that scores the sampled tokens, for on-policy distillation; empty for none. A task names the
+    teacher of a prompt if there are several."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """The term of the teachers in the loss."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
     """Bound on staleness, and what happens to groups that would exceed it."""
     rollout: RolloutConfig
@@ -405,9 +414,41 @@ class RunConfig:
     @property
     def gpus_per_replica(self) -> float:
         """GPUs that Ray reserves for one replica."""
+        return self._gpus_of(self.engine)
+
+    @property
+    def gpus_of_teachers(self) -> list[tuple[str, float]]:
+        """Teacher and the GPUs that Ray reserves for it, for each replica of the teachers."""
+        return [
+            (name, self._gpus_of(teacher.engine))
+            for name, teacher in self.teachers.items()
+            for _ in range(teacher.engine.replicas)
+        ]
+
+    @property
+    def replica_settings(self) -> ReplicaSettings:
+        """What the process of a replica needs to know."""
+        return ReplicaSettings(
+            engine=self.engine,
+            captures_routing=self.captures_routing,
+            forces_routing=self.forces_routing,
+            captures_support=self.captures_support,
+            environment=self.cluster.replica_env,
+        )
+
+    def teacher_settings(self, name: str) -> ReplicaSettings:
+        """What the process of a teacher's replica needs to know."""
+        return ReplicaSettings(engine=self.teachers[name].engine, environment=self.cluster.replica_env)
+
+    @property
+    def teaches(self) -> DistillationConfig | None:
+        """The term of the teachers; None without any."""
+        return self.distillation if self.teachers else None
+
+    def _gpus_of(self, engine: EngineConfig) -> float:
         if (given := self.cluster.gpus_per_replica) is not None:
             return given
-        return float(self.engine.ranks) if self.engine.device == "cuda" else 0.0
+        return float(engine.ranks) if engine.device == "cuda" else 0.0
 
 
 def load_config(overrides: Sequence[str], *, config_name: str = "run", config_dir: Path = CONFIGS) -> RunConfig:
@@ -441,6 +482,10 @@ def composed_values(
         given = cast(dict[str, Any], OmegaConf.to_container(composed))
         if isinstance(checkpoint := given.get("model", {}).get("checkpoint"), str):
             given["model"]["checkpoint"] = _local(checkpoint)
+        given = _with_teacher_engines(given)
+        for teacher in (given.get("teachers") or {}).values():
+            if isinstance(teacher, dict) and isinstance(checkpoint := teacher.get("checkpoint"), str):
+                teacher["checkpoint"] = _local(checkpoint)
         whole = OmegaConf.create(_with_defaults(RunConfig, given))
         return cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
@@ -500,6 +545,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
     Raises:
         ConfigError: unknown key, wrong type, value out of range, or an impossible combination.
     """
+    values = _with_derived(values)
     unknown = list(_unknown_keys(RunConfig, values))
     if unknown:
         raise ConfigError(f"unknown config key: {', '.join(unknown)}")
@@ -509,7 +555,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
             f"{lacking[0]}='${{oc.env:VARIABLE}}'"
         )
     try:
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(_with_derived(values)))
+        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(e, values=values) for e in error.errors())) from error
 
@@ -517,6 +563,22 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = values.get(name)
     return dict(cast(Mapping[str, Any], section)) if isinstance(section, Mapping) else {}
+
+
+def _sections(values: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """The sections of a mapping of them; only those that are sections."""
+    section: Mapping[str, Any] = values.get(name) or {}
+    return {key: dict(each) for key, each in section.items() if isinstance(each, dict)}
+
+
+def _with_teacher_engines(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values`, where the engine of a teacher has what it does not give: the fields SHARED_BY_TEACHERS of `engine`, and
+    the length of the longest rollout and one token more."""
+    engine, teachers = _section(values, "engine"), _sections(values, "teachers")
+    shared = {key: engine[key] for key in SHARED_BY_TEACHERS if key in engine}
+    shared["max_model_len"] = "${teacher_length:${engine.max_model_len},${rollout.limits.max_tokens}}"
+    made = {name: {**each, "engine": shared | _section(each, "engine")} for name, each in teachers.items()}
+    return {**values, **({"teachers": {**values["teachers"], **made}} if teachers else {})}
 
 
 def _with_derived(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -534,6 +596,11 @@ def _with_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     if engine.get("device", "auto") == "auto" and all(isinstance(number, int | float | None) for number in gpus):
         reserved = gpus[0] or 0 if gpus[1] is None else gpus[1]
         engine["device"] = "cuda" if reserved > 0 else "cpu"
+    for teacher in (teachers := _sections(found, "teachers")).values():
+        teacher["engine"] = of_teacher = _section(teacher, "engine")
+        if of_teacher.get("device", "auto") == "auto":
+            of_teacher["device"] = engine.get("device", "auto")
+    found |= {"teachers": {**found["teachers"], **teachers}} if teachers else {}
     return found | {name: made for name, made in (("engine", engine), ("warm_start", warm)) if name in found}
 
 
@@ -546,6 +613,8 @@ def _with_absolute_paths(config: Config) -> Config:
             changed[name] = value.expanduser().absolute()
         elif is_dataclass(value):
             changed[name] = _with_absolute_paths(value)
+        elif isinstance(value, Mapping) and any(map(is_dataclass, members := cast(Mapping[str, Any], value).values())):
+            changed[name] = dict(zip(value, map(_with_absolute_paths, members), strict=True))
     return replace(cast(Any, config), **changed)
 
 
@@ -596,8 +665,12 @@ def _with_defaults(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]
     found = {f.name: default for f in fields(kind) if (default := _default_of(f)) is not MISSING} | dict(values)
     for key, value in values.items():
         if isinstance(value, Mapping) and key in hints:
-            for member in _config_classes(hints[key], cast(Mapping[str, Any], value), key=key):
-                found[key] = _with_defaults(member, cast(Mapping[str, Any], value))
+            within = cast(Mapping[str, Any], value)
+            if (member := _class_of_values(hints[key])) is not None:
+                found[key] = {n: _with_defaults(member, v) if isinstance(v, Mapping) else v for n, v in within.items()}
+                continue
+            for member in _config_classes(hints[key], within, key=key):
+                found[key] = _with_defaults(member, within)
     return found
 
 
@@ -616,6 +689,11 @@ def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") 
             yield f"{prefix}{key} {_nearest(key, known, prefix)}"
         elif isinstance(value, Mapping):
             within = cast(Mapping[str, Any], value)
+            if (member := _class_of_values(hints[key])) is not None:
+                for name, each in within.items():
+                    if isinstance(each, Mapping):
+                        yield from _unknown_keys(member, cast(Mapping[str, Any], each), f"{prefix}{key}.{name}.")
+                continue
             for member in _config_classes(hints[key], within, key=f"{prefix}{key}"):
                 yield from _unknown_keys(member, within, f"{prefix}{key}.")
 
@@ -631,12 +709,23 @@ def _nearest(key: str, known: Sequence[str], prefix: str) -> str:
 
 
 def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of all fields of a config class, in order; of alternatives, those of each, once."""
+    """Dotted keys of all fields of a config class, in order; of alternatives, those of each, once.
+
+    A name that the user chooses is NAME: `teachers.NAME.checkpoint`.
+    """
     hints = get_type_hints(kind)
     for name in (f.name for f in fields(kind)):
         yield f"{prefix}{name}"
+        if (member := _class_of_values(hints[name])) is not None:
+            yield from all_keys(member, f"{prefix}{name}.NAME.")
+            continue
         members = [m for m in get_args(hints[name]) or (hints[name],) if is_dataclass(m)]
         yield from dict.fromkeys(key for m in members for key in all_keys(cast(Any, m), f"{prefix}{name}."))
+
+
+def _class_of_values(hint: Any) -> type[Any] | None:
+    """The config class of the values of a mapping; None if they have none."""
+    return next(filter(is_dataclass, get_args(hint)[1:]), None) if get_origin(hint) is Mapping else None
 
 
 def _config_classes(hint: Any, values: Mapping[str, Any], *, key: str) -> list[type[Any]]:
@@ -674,6 +763,7 @@ def _problems(config: RunConfig) -> Iterator[str]:
     yield from _trainer_problems(config)
     yield from _critic_problems(config)
     yield from _cluster_problems(config)
+    yield from _teacher_problems(config)
     yield from _unused_options(config)
     if isinstance(config.resume, Path) and not (config.resume / "run.json").is_file():
         yield f"resume is {config.resume}, which is no checkpoint folder; use auto, never or checkpoints/step-NNNNNN"
@@ -710,8 +800,8 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.groups_per_batch is {rollout.groups_per_batch} with trainer.updates_per_batch={per_batch}; a "
             "batch is split into as many mini-batches of equal size by its groups: set a multiple of it"
         )
-    advantage = config.advantage
-    if rollout.trajectories_per_group == 1 and advantage.compares == "group":
+    advantage, taught = config.advantage, config.teachers and not config.distillation.rewards
+    if rollout.trajectories_per_group == 1 and advantage.compares == "group" and not taught:
         yield (
             f"rollout.trajectories_per_group is 1 with advantage.name={advantage.name}, which compares the "
             "trajectories of a group, so nothing would be trained; use more, or advantage.name=batch_mean, spo, gae, "
@@ -871,6 +961,48 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
         yield (
             "engine.enforce_eager is false with trainer.router_replay=R3 on the CPU, where compiled graphs return "
             "wrong expert ids without an error; set engine.enforce_eager=true, or trainer.router_replay=none"
+        )
+
+
+def _teacher_problems(config: RunConfig) -> Iterator[str]:
+    """What teachers cannot score, and what their term makes useless."""
+    rollout, loss, distillation = config.rollout, config.loss, config.distillation
+    if not config.teachers:
+        if distillation != DistillationConfig():
+            yield "distillation is set, which has no effect without teachers; set teachers.NAME.checkpoint, or omit it"
+        return
+    for name, teacher in config.teachers.items():
+        engine = teacher.engine
+        if not re.fullmatch(r"[A-Za-z]\w*", name):
+            yield f"teachers has the name {name!r}; use letters, digits and '_', and start with a letter"
+        if rollout.limits.max_tokens >= engine.max_model_len:
+            yield (
+                f"teachers.{name}.engine.max_model_len is {engine.max_model_len} with rollout.limits.max_tokens="
+                f"{rollout.limits.max_tokens}; a teacher needs one token more to score a rollout: raise the one "
+                "or lower the other"
+            )
+        if engine.nodes > 1:
+            yield f"teachers.{name}.engine.nodes is {engine.nodes}; a replica of a teacher is on one node: set it to 1"
+    sampling = rollout.sampling
+    if sampling.temperature != 1 or sampling.is_cut:
+        yield (
+            f"rollout.sampling has temperature={sampling.temperature:g}, top_p={sampling.top_p:g}, "
+            f"top_k={sampling.top_k} and min_p={sampling.min_p:g} with teachers, whose logprobs are over the whole "
+            "vocabulary at temperature 1, so that student and teacher would not be compared alike; leave all four at "
+            "their defaults"
+        )
+    if loss.count == "informative":
+        yield ("loss.count is informative with teachers, whose term is on all tokens; set loss.count=all")
+    if distillation.kl == "reverse" and distillation.top_k != DistillationConfig().top_k:
+        yield (
+            f"distillation.top_k is {distillation.top_k} with distillation.kl=reverse, which needs the sampled token "
+            "alone; leave it out, or set distillation.kl=forward or reverse_top_k"
+        )
+    if not distillation.rewards and (loss.penalises_rewards or rollout.drop_without_spread):
+        yield (
+            f"distillation.rewards is false with loss.kl_in={loss.kl_in} and rollout.drop_without_spread="
+            f"{rollout.drop_without_spread}, which are about rewards; set loss.kl_in=loss and "
+            "rollout.drop_without_spread=0"
         )
 
 

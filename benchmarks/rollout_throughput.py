@@ -203,7 +203,7 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     environment = {"env_vars": engine_environment(config.engine)}
     bare: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment).remote()  # pyright: ignore[reportAttributeAccessIssue]
     replica, _ = await asyncio.gather(
-        ReplicaClient.start(config, name="replica-0", checkpoint=checkpoint, places=[{"num_cpus": 1}]),
+        ReplicaClient.start(config.replica_settings, name="replica-0", checkpoint=checkpoint, places=[{"num_cpus": 1}]),
         bare.start.remote(config.engine, checkpoint),
     )
 

@@ -34,6 +34,7 @@ TRAINER_FILES = {  # feature -> file
     "shared prefixes": "tests/e2e/test_shared_prefixes.py",
     "old logprobs at every staleness": "tests/e2e/test_old_policy.py",
     "critic and GAE": "tests/e2e/test_critic.py",
+    "distillation from teachers": "tests/e2e/test_trainer_distillation.py",
     "LoRA": "tests/e2e/test_trainer_lora.py",
     "top-p, top-k and min-p": "tests/e2e/test_trainer_support.py",
     "checkpoints": "tests/e2e/test_trainer_checkpoint.py",

@@ -25,6 +25,8 @@ class DropKind(StrEnum):
     """It expired, and its prompt is readmitted."""
     ROLLOUT_FAILED = "rollout failed"
     """One of its rollouts failed."""
+    TEACHER_FAILED = "teacher failed"
+    """A teacher did not score one of its rollouts."""
     TOO_FEW_LEFT = "rollouts failed"
     """Too few of its rollouts are left."""
     NO_SPREAD = "no spread"

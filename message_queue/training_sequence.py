@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -139,6 +139,65 @@ class SampledRun(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherScores:
+    """Logprobs of a frozen teacher at the n sampled tokens of a sequence, over its whole vocabulary.
+
+    Two sampled tokens with top_k=2, the second of probability 0.1: logprobs (-0.1, -2.3), ids ((7, 3), (5, 9)),
+    top_logprobs ((-0.1, -2.6), (-0.4, -1.6)).
+    """
+
+    logprobs: Float32Array
+    """float32 [n], of each sampled token."""
+    ids: Int32Array | None = None
+    """int32 [n, k], the most likely tokens, distinct; -1 for a token that the student does not have. None for k = 0."""
+    top_logprobs: Float32Array | None = None
+    """float32 [n, k], their logprobs, -inf for -1; None for k = 0."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @property
+    def top_k(self) -> int:
+        """k."""
+        return 0 if self.ids is None else self.ids.shape[1]
+
+    @classmethod
+    def absent(cls, tokens: int, *, top_k: int) -> TeacherScores:
+        """Of tokens without a teacher: NaN, and -1 with -inf."""
+        return cls(
+            logprobs=np.full(tokens, np.nan, np.float32),
+            ids=np.full((tokens, top_k), -1, np.int32) if top_k else None,
+            top_logprobs=np.full((tokens, top_k), -np.inf, np.float32) if top_k else None,
+        )
+
+    def take(self, places: NDArray[Any]) -> TeacherScores:
+        """The scores at some places, by number or bool [n]."""
+        ids, top = self.ids, self.top_logprobs
+        return TeacherScores(
+            logprobs=self.logprobs[places],
+            ids=None if ids is None else ids[places],
+            top_logprobs=None if top is None else top[places],
+        )
+
+
+def joined_scores(sequences: Sequence[TrainingSequence]) -> TeacherScores | None:
+    """Scores of the tokens in the loss of sequences, one after another; None if none has a teacher."""
+    top_k = next((s.teacher.top_k for s in sequences if s.teacher is not None), None)
+    if top_k is None:
+        return None
+    parts = [s.teacher or TeacherScores.absent(len(s.logprobs), top_k=top_k) for s in sequences]
+    return TeacherScores(
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        ids=np.concatenate([part.ids for part in parts if part.ids is not None]) if top_k else None,
+        top_logprobs=np.concatenate([p.top_logprobs for p in parts if p.top_logprobs is not None]) if top_k else None,
+    )
+
+
+TrajectoryScores = tuple[TeacherScores | None, ...]
+"""Scores of each sequence of a trajectory; None for those of an untrained agent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainingSequence:
     """The first t tokens of a path of a trajectory over one set of rows; n tokens are in the loss. Nothing is padded.
 
@@ -169,6 +228,8 @@ class TrainingSequence:
     """Sampled tokens in the turns that its path shares with another, by position; they are in the loss of the other."""
     recomputed: bool = False
     """Whether a resumed request recomputes K/V over these rows (`resume_routing=force`)."""
+    teacher: TeacherScores | None = None
+    """Scores of the n tokens in the loss by a teacher; None without one."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -197,8 +258,8 @@ def content_of(group: PromptGroup) -> GroupContent:
     return tuple(() if t.stop_reason is StopReason.ERROR else tuple(t.sequences()) for t in group.trajectories)
 
 
-def training_sequence(part: SequencePart) -> TrainingSequence:
-    """The sequence that has the tokens of the part's segments in its loss."""
+def training_sequence(part: SequencePart, *, teacher: TeacherScores | None = None) -> TrainingSequence:
+    """The sequence that has the tokens of the part's segments in its loss, with their scores by a teacher."""
     path, length = part.path, part.length
     rows, row_runs = (None, ()) if part.rows is None else part.rows.compact(length)
     return TrainingSequence(
@@ -211,6 +272,7 @@ def training_sequence(part: SequencePart) -> TrainingSequence:
         path=path.path,
         shared=_runs(path.shared_segments),
         recomputed=path.resume_routing == "force",
+        teacher=teacher,
     )
 
 

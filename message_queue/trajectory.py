@@ -45,7 +45,7 @@ import numpy as np
 
 from message_queue.errors import ContractError
 from message_queue.tokens import Int32Array, RoutedExperts, RoutingSpec, StopReason, TokenOutput, shape_of
-from message_queue.training_sequence import TrainingSequence, TrajectoryRows, training_sequence
+from message_queue.training_sequence import TrainingSequence, TrajectoryRows, TrajectoryScores, training_sequence
 
 PlacedSegment = tuple[int, TokenOutput]  # (position of its first token, segment)
 ResumeRouting = Literal["append", "force", "replace", "split"]
@@ -103,6 +103,8 @@ class Trajectory:
         parent: number of the path that was forked; None for the root.
         shared_turns: number of turns shared with the parent; 0 for the root.
         shared_tokens: number of tokens in them.
+        awaits_scores: whether a teacher scores the trajectory when it is closed, and has not yet.
+        scores: of each of its `sequences`; None without a teacher.
 
     Args:
         routing: meaning of a row; None for a model without experts or a run that does not capture routing.
@@ -128,6 +130,8 @@ class Trajectory:
         self.agent = POLICY
         self.path = self.shared_turns = self.shared_tokens = 0
         self.parent: int | None = None
+        self.awaits_scores = False
+        self.scores: TrajectoryScores | None = None
         self._root: Trajectory | None = None  # None for the root itself
         self._forks: list[Trajectory] = []  # of the root, in order of creation
         self._length = 0
@@ -318,6 +322,23 @@ class Trajectory:
         self.stop_reason, self.reward, self.info = stop_reason, float(reward), numbers
         self.rewards = None if rewards is None else {agent: float(value) for agent, value in rewards.items()}
 
+    def fail(self) -> None:
+        """End the trajectory as a failed rollout, also after `close`: its tokens take no gradient."""
+        self.stop_reason, self.awaits_scores, self.scores = None, False, None
+        self.close(stop_reason=StopReason.ERROR, reward=0.0)
+
+    def add_scores(self, scores: TrajectoryScores) -> None:
+        """Add the scores of a teacher to a closed trajectory.
+
+        Raises:
+            ContractError: it is open, or they are not of its sequences.
+        """
+        sampled = [sum(len(segment) for _, segment in part.segments) for part in self.sequence_parts()]
+        found = [None if each is None else len(each) for each in scores]
+        if not self.closed or not _fits(found, sampled):
+            raise ContractError(f"scores are of {found} tokens, and the sequences of the trajectory sampled {sampled}")
+        self.awaits_scores, self.scores = False, scores
+
     # ---- contents
 
     def token_ids(self) -> Int32Array:
@@ -336,7 +357,8 @@ class Trajectory:
         it, as those of a call that was not answered, are left out. A path that sampled no token itself has no
         sequence; if no path has any, the root has one.
         """
-        return [training_sequence(part) for part in self.sequence_parts()]
+        parts = list(self.sequence_parts())
+        return [training_sequence(p, teacher=t) for p, t in zip(parts, self.scores or [None] * len(parts), strict=True)]
 
     def sequence_parts(self) -> Iterator[SequencePart]:
         """The parts of `sequences`, in order."""
@@ -410,5 +432,12 @@ class PromptGroup(Admission):
 
     @property
     def closed(self) -> bool:
-        """Whether every trajectory has its stop reason and reward."""
-        return bool(self.trajectories) and all(t.closed for t in self.trajectories)
+        """Whether every trajectory has its stop reason and reward, and the scores that it awaits."""
+        return bool(self.trajectories) and all(t.closed and not t.awaits_scores for t in self.trajectories)
+
+
+def _fits(found: list[int | None], sampled: list[int]) -> bool:
+    """Whether there are scores for each sequence, or None, and for each of its tokens."""
+    return len(found) == len(sampled) and all(
+        n is None or n == tokens for n, tokens in zip(found, sampled, strict=True)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,27 @@ from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule import ScheduleReplay
 from async_rl.rollout.task import build_task
+from async_rl.rollout.teachers import Teachers
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
 from async_rl.weights.model_info import read_model_info
 
 
 def build_worker(
-    config: RunConfig, *, name: str, checkpoint: Path, pool: ReplicaPool, schedule_replay: ScheduleReplay | None = None
+    config: RunConfig,
+    *,
+    name: str,
+    checkpoint: Path,
+    pool: ReplicaPool,
+    teachers: Mapping[str, ReplicaPool] | None = None,
+    schedule_replay: ScheduleReplay | None = None,
 ) -> RolloutWorker:
     """A worker in this process.
 
     Args:
         checkpoint: its tokenizer is used.
         pool: the replicas, as the worker sees them.
+        teachers: teacher -> its replicas; None without any.
         schedule_replay: keeps the rollouts to a schedule; None lets them run.
     """
     gate, rollout, router = PauseGate(), config.rollout, ReplicaRouter(pool)
@@ -45,6 +54,11 @@ def build_worker(
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     info = read_model_info(checkpoint)
     sessions = None if task.program is None else Sessions(config.endpoint)
+    scoring = None
+    if teachers:
+        routers = {teacher: ReplicaRouter(each) for teacher, each in teachers.items()}
+        of_all: dict[str, Any] = {"top_k": config.distillation.num_ids, "vocab_size": info.vocab_size}
+        scoring = Teachers(config.teachers, routers=routers, **of_all)
 
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
         parts: dict[str, Any] = {"engine": engine, "sampling": sampling, "limits": rollout.limits}
@@ -71,6 +85,7 @@ def build_worker(
             note=lambda failure: worker.report(failure),
             failed=lambda rollout: worker.report(rollout),
             decode=decode if rollout.record.steps else None,
+            teachers=scoring,
         )
 
     decode = partial(tokenizer.decode, skip_special_tokens=False)
@@ -83,6 +98,8 @@ def build_worker(
         pool=pool,
         replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
         sessions=sessions,
+        teachers=scoring,
+        teacher_pools=teachers,
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker

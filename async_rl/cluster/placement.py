@@ -74,7 +74,7 @@ def by_node(nodes: Sequence[str]) -> list[int]:
 
 
 class Placement:
-    """One bundle per actor: trainer ranks first, then replicas, then rollout workers, then the queue.
+    """One bundle per actor: trainer ranks first, then replicas, rollout workers, the queue and replicas of teachers.
 
     A replica over several nodes has a bundle for each, one after another, with its part of the CPUs and GPUs. Trainer
     ranks take their bundles in the order of the nodes once these are known, as Ray does not place bundle by bundle.
@@ -82,6 +82,7 @@ class Placement:
     Args:
         gpus_per_replica: of one replica; see ClusterConfig.
         nodes_per_replica: see `engine.nodes`.
+        teachers: teacher and GPUs of each replica of the teachers.
 
     Raises:
         PlacementError: an actor needs more than any node has.
@@ -97,6 +98,7 @@ class Placement:
         workers: int,
         gpus_per_replica: float,
         nodes_per_replica: int = 1,
+        teachers: Sequence[tuple[str, float]] = (),
     ) -> None:
         rank = _without_zero({"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank})
         cpus, gpus = config.cpus_per_replica / nodes_per_replica, gpus_per_replica / nodes_per_replica
@@ -111,9 +113,14 @@ class Placement:
         self._ranks, self._nodes_per_replica = ranks, nodes_per_replica
         self._workers = ranks + replicas * nodes_per_replica  # first bundle of a rollout worker
         self._queue = self._workers + workers
+        self._teachers = [name for name, _ in teachers]  # of each bundle after the queue
+        scoring = [_without_zero({"CPU": config.cpus_per_replica, "GPU": of_one}) for _, of_one in teachers]
+        for bundle in scoring:
+            _require_node(bundle, fields="cluster.cpus_per_replica and the GPUs of teachers.NAME.engine")
         self._rank_bundles = list(range(ranks))
         self._config = config
-        self._bundles = [*[rank] * ranks, *[replica] * (self._workers - ranks), *[{"CPU": 1.0}] * (workers + 1)]
+        of_driver = [{"CPU": 1.0}] * (workers + 1)
+        self._bundles = [*[rank] * ranks, *[replica] * (self._workers - ranks), *of_driver, *scoring]
         self._group: PlacementGroup = placement_group(self._bundles, strategy=config.strategy)
 
     def shortage(self) -> str | None:
@@ -271,6 +278,9 @@ class Placement:
             return f"replica slot {slot}" if self._nodes_per_replica == 1 else f"replica slot {slot} node {node}"
         if bundle < self._queue:
             return f"rollout worker slot {bundle - self._workers}"
+        if bundle > self._queue:
+            name = self._teachers[place := bundle - self._queue - 1]
+            return f"teacher {name} slot {place - self._teachers.index(name)}"
         return "the queue"
 
     def rank(self, index: int) -> dict[str, Any]:
@@ -285,6 +295,10 @@ class Placement:
     def worker(self, index: int) -> dict[str, Any]:
         """Actor options of rollout worker `index`."""
         return self._options(self._workers + index)
+
+    def teacher(self, name: str, index: int) -> dict[str, Any]:
+        """Actor options of replica `index` of a teacher."""
+        return self._options(self._queue + 1 + self._teachers.index(name) + index)
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""

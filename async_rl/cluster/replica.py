@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
@@ -24,13 +24,10 @@ from async_rl.cluster.rpc import ActorClient, Host
 from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.inference.nodes import NodePlace, NodeProcess, bring, reserve_ports
 from async_rl.inference.replica import EngineReplica
-from async_rl.inference.select import actor_environment, start_node, start_replica
+from async_rl.inference.select import ReplicaSettings, actor_environment, start_node, start_replica
 from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import Seat, UpdateError, WeightUpdate
 from message_queue.errors import EngineError, ReplicaLostError
-
-if TYPE_CHECKING:
-    from async_rl.config import RunConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,7 +43,7 @@ class FollowerHost(Host):
     _process: NodeProcess | None = None
     _store: LocalStore | None = None
 
-    async def start(self, config: RunConfig, place: NodePlace, *, store: Path | None, checkpoint: Path) -> str:
+    async def start(self, config: ReplicaSettings, place: NodePlace, *, store: Path | None, checkpoint: Path) -> str:
         """Start the processes of the engine; they then meet those of node 0. Returns the address of this node.
 
         Args:
@@ -118,7 +115,7 @@ class FollowerClient(ActorClient):
     @classmethod
     async def start(
         cls,
-        config: RunConfig,
+        config: ReplicaSettings,
         place: NodePlace,
         *,
         options: dict[str, Any],
@@ -165,7 +162,13 @@ class ReplicaHost(BatchingServer):
     """A replica in its process, called through `BatchingClient`. Runs in one event loop."""
 
     async def start(
-        self, config: RunConfig, *, name: str, checkpoint: Path, store: Path | None, followers: Sequence[dict[str, Any]]
+        self,
+        config: ReplicaSettings,
+        *,
+        name: str,
+        checkpoint: Path,
+        store: Path | None,
+        followers: Sequence[dict[str, Any]],
     ) -> str:
         """Start the engine, before any other call; returns the id of the node in the Ray cluster.
 
@@ -197,7 +200,7 @@ class ReplicaHost(BatchingServer):
 
     async def _start_over_nodes(
         self,
-        config: RunConfig,
+        config: ReplicaSettings,
         start: Callable[..., Coroutine[Any, Any, EngineReplica[Any]]],
         *,
         store: Path | None,
@@ -281,7 +284,7 @@ class ReplicaClient(ActorClient):
     @classmethod
     async def start(
         cls,
-        config: RunConfig,
+        config: ReplicaSettings,
         *,
         name: str,
         checkpoint: Path,
@@ -299,7 +302,7 @@ class ReplicaClient(ActorClient):
         """
         first, *followers = places
         engine = config.engine
-        environment = {"env_vars": {**config.cluster.replica_env, **actor_environment(engine)}}
+        environment = {"env_vars": {**config.environment, **actor_environment(engine)}}
         actor = ReplicaActor.options(**first, runtime_env=environment, max_restarts=0).remote(log=log)
         client = cls(actor, name=name, timeout_s=engine.load_timeout_s, log=log)
         given: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "store": store, "followers": followers}

@@ -100,6 +100,7 @@ class TrainerHost:
                 else None,
                 critic=config.critic if config.has_critic else None,
                 recorder=recorder,
+                teaches=config.teaches,
             )
         return os.getpid()
 
@@ -221,7 +222,8 @@ class TrainerClient:
             for i in range(trainer.ranks)
         ]
         cost, walks = pair_cost(read_shape(checkpoint)), config.walks_versions
-        planner = Planner(config=trainer, loss=config.loss, walks=walks, pair_cost=cost)
+        teaches = config.teaches is not None
+        planner = Planner(config=trainer, loss=config.loss, walks=walks, pair_cost=cost, teaches=teaches)
         client = cls(actors, planner=planner, timeout_s=config.cluster.call_timeout_s, logs=logs, trace=trace)
         failed = TrainerLostError  # also if a rank raises, perhaps because another one died
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
@@ -72,18 +72,36 @@ class RolloutHost(Host):
             from async_rl.cluster.build_worker import build_worker  # imports tokenizers, for seconds
         self._build = build_worker
 
-    async def start(self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Sequence[PoolReplica]) -> None:
+    async def start(
+        self,
+        config: RunConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        replicas: Sequence[PoolReplica],
+        teachers: Mapping[str, Sequence[PoolReplica]],
+    ) -> None:
         """Build the worker."""
         asyncio.get_running_loop().set_default_executor(USER_THREADS)  # as user code may call asyncio.to_thread
         with no_collections():
-            self.serve(config, name=name, checkpoint=checkpoint, replicas=replicas)
+            self.serve(config, name=name, checkpoint=checkpoint, replicas=replicas, teachers=teachers)
         make_collections_rare()
 
-    def serve(self, config: RunConfig, *, name: str, checkpoint: Path, replicas: Sequence[PoolReplica]) -> None:
+    def serve(
+        self,
+        config: RunConfig,
+        *,
+        name: str,
+        checkpoint: Path,
+        replicas: Sequence[PoolReplica],
+        teachers: Mapping[str, Sequence[PoolReplica]] | None = None,
+    ) -> None:
         """Build the worker, and take calls for it."""
         pool = WorkerReplicaPool(replicas, client=name)
-        self._worker = self._build(config, name=name, checkpoint=checkpoint, pool=pool)
-        pool.report = self._worker.report
+        pools = {teacher: WorkerReplicaPool(each, client=name) for teacher, each in (teachers or {}).items()}
+        self._worker = self._build(config, name=name, checkpoint=checkpoint, pool=pool, teachers=pools)
+        for each in (pool, *pools.values()):
+            each.report = self._worker.report
 
     async def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Result of a method of this class, else of the worker."""
@@ -141,13 +159,24 @@ class WorkerClient(ActorClient):
         actor = RolloutActor.options(**options, max_restarts=0).remote(log=log)
         return cls(actor, name=name, timeout_s=config.call_timeout_s, stop_timeout_s=config.stop_timeout_s, log=log)
 
-    async def start(self, config: RunConfig, *, checkpoint: Path, replicas: Sequence[PoolReplica]) -> None:
+    async def start(
+        self,
+        config: RunConfig,
+        *,
+        checkpoint: Path,
+        replicas: Sequence[PoolReplica],
+        teachers: Mapping[str, Sequence[PoolReplica]] | None = None,
+    ) -> None:
         """Build the worker in the process.
+
+        Args:
+            teachers: teacher -> its live replicas.
 
         Raises:
             WorkerLostError: the process did not start. Exception: an error of the task.
         """
         given: dict[str, Any] = {"name": self.name, "checkpoint": checkpoint, "replicas": replicas}
+        given["teachers"] = teachers or {}
         try:
             await self.ask("start", config, **given, timeout_s=config.cluster.start_timeout_s)
         except BaseException:

@@ -96,7 +96,7 @@ class Controller:
         self._trainer = trainer
         self._rollouts = rollouts = parts.rollouts
         self._publisher = parts.publisher
-        self._replicas = parts.replicas
+        self._replicas, self._teachers = parts.replicas, parts.teachers
         self._recorder = parts.recorder
         self._trace = parts.trace
         self._weights_directory = parts.weights_directory
@@ -170,6 +170,9 @@ class Controller:
             start("publish", self._publish)
             start("validate", self._validations.run)
             start("watch", lambda: self._replicas.watch(every_s=WATCH_EVERY_S, timeout_s=timeout_s))
+            for name, teacher in self._teachers.items():
+                watch = partial(teacher.watch, every_s=WATCH_EVERY_S, timeout_s=timeout_s)
+                start(f"watch teacher {name}", watch)
             try:
                 await run_stage("train", self._train)
             except StageError:
@@ -393,6 +396,7 @@ class Controller:
             retained_kv=config.rollout.kv == "keep",
             temperature=config.rollout.sampling.temperature,
             updates_per_batch=self._per_batch,
+            rewards=config.teaches is None or config.teaches.rewards,
             seed=config.seed,
         )
         recorded = recorded_groups(
@@ -484,7 +488,7 @@ class Controller:
         metrics |= {"train_step": self._train_step, "param_version": self._version}
         metrics["optimizer_steps"] = self._per_batch
         metrics["mismatch/k3_probe"] = self._k3_probe
-        metrics |= queue_metrics(snapshot) | self._last_publish.metrics()
+        metrics |= queue_metrics(snapshot) | self._last_publish.metrics() | self._rollouts.take_scoring()
         schedule = prepared.schedule if self._schedule_replay is None else None
         self._recorder.step(StepRecord(metrics=metrics, staleness_tokens=prepared.staleness_tokens, schedule=schedule))
         records = await self._drain_records()

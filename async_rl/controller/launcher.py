@@ -2,7 +2,7 @@
 
 driver: Controller, Dispatcher, Publisher, Recorder                                        one event loop
 actors: queue | trainer rank 0..R-1 | engine replica 0..N-1 | rollout worker 0..W-1      one process each (an engine
-                                                                                         may add its own)
+        replicas of each teacher                                                         may add its own)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from async_rl.files.owner import identity
 from async_rl.files.rollouts import FOLDER
 from async_rl.files.starts import record_start
 from async_rl.inference.pool import ReplicaPool
+from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.callbacks import Callbacks, Kind, RunEvent
 from async_rl.metrics.console import RunConsole
 from async_rl.metrics.pages import write_rollouts_page
@@ -151,12 +152,15 @@ class Launcher:
     async def _run_with(self, processes: Processes, *, console: RunConsole, recorder: Recorder, trace: Trace) -> bool:
         """Start the processes, and run the controller to its end."""
         workers = processes.create_rollout_workers() if self._schedule_replay is None else []
-        trainer, replicas, checkpoint = await processes.start()
+        async with asyncio.TaskGroup() as starts:
+            of_run = starts.create_task(processes.start())
+            of_teachers = starts.create_task(processes.start_teachers(on_lost=recorder.warn))
+        (trainer, replicas, checkpoint), teachers = of_run.result(), of_teachers.result()
         keep_model_files(checkpoint, self._directory / "model")
         await trainer.call(TrainerRank.remove_updates, self._weights_directory)  # those of a killed run
         pool = ReplicaPool(replicas, on_lost=recorder.warn)
         await processes.start_rollout_workers(workers, pool)
-        run_parts = self._build_parts(processes, pool, workers, checkpoint, recorder, trace)
+        run_parts = self._build_parts(processes, (pool, teachers), workers, checkpoint, recorder, trace)
         console.phase("workers", "first rollouts")
         recovery = RecoveryLoop(self._config, run_parts, order=self._order, resume=self._resume)
         async with stop_on_interrupt(run_parts.request_stop, note=recorder.note):
@@ -203,16 +207,17 @@ class Launcher:
     def _build_parts(
         self,
         processes: Processes,
-        pool: ReplicaPool,
+        pools: tuple[ReplicaPool, Mapping[str, ReplicaPool]],
         workers: Sequence[WorkerClient],
         checkpoint: Path,
         recorder: Recorder,
         trace: Trace,
     ) -> RunParts[TrainerClient]:
-        config = self._config
+        config, (pool, teachers) = self._config, pools
         rollouts = Dispatcher(
-            workers or [self._worker_here(pool, checkpoint)],
+            workers or [self._worker_here(pool, teachers, checkpoint)],
             pool=pool,
+            teachers=teachers,
             processes=processes if self._schedule_replay is None else None,
             config=config.supervision,
             note=recorder.warn,
@@ -231,6 +236,16 @@ class Launcher:
             publisher=publisher,
             replicas=supervisor,
             rollouts=rollouts,
+            teachers={
+                name: Supervisor(
+                    of_one,
+                    None,
+                    start=partial(processes.replace_teacher, teacher=name),
+                    config=config.supervision,
+                    note=recorder.warn,
+                )
+                for name, of_one in teachers.items()
+            },
             routing=routing if config.captures_routing else None,
             recorder=recorder,
             trace=trace,
@@ -240,10 +255,11 @@ class Launcher:
             probe=self._build_probe(pool, routing),
         )
 
-    def _worker_here(self, pool: ReplicaPool, checkpoint: Path) -> Worker:
+    def _worker_here(self, pool: ReplicaPool, teachers: Mapping[str, ReplicaPool], checkpoint: Path) -> Worker:
         """The worker of a run that keeps to a schedule: in this process, next to the schedule replay."""
         replay = self._schedule_replay
-        return build_worker(self._config, name="worker-0", checkpoint=checkpoint, pool=pool, schedule_replay=replay)
+        parts: dict[str, Any] = {"pool": pool, "teachers": teachers, "schedule_replay": replay}
+        return build_worker(self._config, name="worker-0", checkpoint=checkpoint, **parts)
 
     def _build_probe(self, pool: ReplicaPool, routing: RoutingSpec | None) -> Probe | None:
         config = self._config

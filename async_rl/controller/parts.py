@@ -80,6 +80,8 @@ class RunParts(Generic[T]):
     """Restarts replicas that failed."""
     rollouts: Dispatcher
     """Hands out groups to the rollout workers."""
+    teachers: Mapping[str, Supervisor] = field(default_factory=dict[str, Supervisor])
+    """Teacher -> what restarts its replicas."""
     routing: RoutingSpec | None
     """Layout of the routing rows; None if engines return none."""
     checkpoints: Checkpoints

@@ -19,6 +19,7 @@ from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.resume import Resume, another_run
 from async_rl.controller.summary import run_warnings
+from async_rl.controller.teacher_checks import teacher_problems
 from async_rl.controller.warm_start import warm_start_folder
 from async_rl.files.masking import MASK
 from async_rl.inference.checkpoint_weights import tensor_shapes, weight_files
@@ -29,6 +30,7 @@ from async_rl.metrics.trackers import tracker_problems
 from async_rl.rollout.prompts import PromptOrder, prompt_order
 from async_rl.rollout.schedule import RunSchedule, ScheduleError, read_schedule
 from async_rl.rollout.task import Task, build_task, held_out_sets, missing_methods
+from async_rl.rollout.teachers import teacher_of
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
 from async_rl.weights.model_info import CheckpointError, is_quantized, read_model_info
@@ -248,7 +250,7 @@ def _prompts(
 
     def checked_order() -> PromptOrder:
         order = prompt_order(task, prompt_file=config.task.prompt_file, seed=config.seed)
-        order(0)  # reads and checks the prompts
+        teacher_of(order(0), config.teachers)  # reads and checks the prompts
         return order
 
     return (
@@ -268,11 +270,13 @@ def _check_start(problems: _Problems, task: Task | None, config: RunConfig, *, o
     ready = config.model.checkpoint or (warm if warm.is_dir() else None)
     if ready is not None:
         problems.found += [*model_problems(config, ready), *tokenizer_problems(config, ready, task)]
+        problems.found += teacher_problems(config, ready)
     elif task is not None:
         with tempfile.TemporaryDirectory() as folder:
             initial = Path(folder) / "initial"
             if problems.attempt(lambda: (task.save_initial_checkpoint(initial), True), of=of):
                 found = [*model_problems(config, initial), *tokenizer_problems(config, initial, task)]
+                found += teacher_problems(config, initial)
                 problems.found += [text.replace(f"{initial}", "the model of the task") for text in found]
 
 

@@ -45,6 +45,7 @@ def prepare(
     retained_kv: bool,
     temperature: float = 1.0,
     updates_per_batch: int = 1,
+    rewards: bool = True,
     seed: int = 0,
 ) -> PreparedBatch:
     """Leave out failed rollouts, mask tokens that are too old, and split the groups into mini-batches.
@@ -59,6 +60,7 @@ def prepare(
         version_updates: `param_version` -> optimizer updates.
         retained_kv, temperature: see TrainingBatch.
         updates_per_batch: number of mini-batches.
+        rewards: whether the rewards count; False sets all advantages to 0 (distillation.rewards).
         seed: random seed; see `mini_batches_of`.
 
     Raises:
@@ -68,8 +70,10 @@ def prepare(
     groups = [head.group for head in heads]
     sound = [replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed)) for head in heads]
     mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
-    rewards = batch_rewards(sound, advantage, expected=expected)
-    advantages = rewards.advantages()
+    of_task = batch_rewards(sound, advantage, expected=expected)
+    advantages = of_task.advantages()
+    if not rewards:
+        advantages = replace(advantages, values=np.zeros_like(advantages.values))
     ages: Any = {"version_updates": version_updates, "min_update": batch.min_update, "mini_batches": mini_batches}
     made = training_batch(
         heads,
@@ -78,7 +82,7 @@ def prepare(
         current_update=batch.update,
         retained_kv=retained_kv,
         temperature=temperature,
-        rewards=rewards,
+        rewards=of_task,
         **ages,
     )
     of_rollout = np.unique(made.index[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
@@ -92,7 +96,7 @@ def prepare(
         staleness_tokens=staleness_tokens,
         metrics={
             **batch_metrics(sound, staleness_tokens=staleness_tokens),
-            **masking_metrics(rewards.sampled, in_loss, advantages.values),
+            **masking_metrics(of_task.sampled, in_loss, advantages.values),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
         schedule=scheduled_groups(heads, version_updates=version_updates),

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,8 @@ async def place_run(
 ) -> Placement:
     """Start or join the Ray cluster, and reserve the places of a run with `ranks` trainer ranks; `stack` leaves it.
 
+    Without a trainer there are no teachers.
+
     Args:
         status: called with texts about what Ray does.
 
@@ -64,6 +66,7 @@ async def place_run(
         workers=config.rollout.workers,
         gpus_per_replica=config.gpus_per_replica,
         nodes_per_replica=config.engine.nodes,
+        teachers=config.gpus_of_teachers if ranks else (),
     )
     if shortage := placement.shortage():
         status(f"waiting for nodes: {shortage}")
@@ -117,6 +120,8 @@ class Processes:
         self._console = console
         self._processes: dict[str, int] = {}
         self._checkpoint = Path()
+        self._teachers: Mapping[str, ReplicaPool] = {}
+        self._teacher_checkpoints: dict[str, Path] = {}
         self._worker_ends: list[Callable[[], Awaitable[None]]] = []
         self._engine_ends: list[Callable[[], Awaitable[None]]] = []  # of trainer and replicas
         stack.push_async_callback(self._close)
@@ -149,6 +154,17 @@ class Processes:
         await cold.call(TrainerRank.reset_optimizer, config.optimizer)
         return cold, await self._start_replicas(), folder
 
+    async def start_teachers(self, *, on_lost: Callable[[str], None]) -> Mapping[str, ReplicaPool]:
+        """Teacher -> its replicas; the start of a rollout worker gives them to it.
+
+        Args:
+            on_lost: see `ReplicaPool`.
+        """
+        async with asyncio.TaskGroup() as starts:
+            pools = {name: starts.create_task(self._start_teacher(name)) for name in self._config.teachers}
+        self._teachers = {name: ReplicaPool(replicas.result(), on_lost=on_lost) for name, replicas in pools.items()}
+        return self._teachers
+
     async def start_engines(self, checkpoint: Path) -> list[ReplicaClient]:
         """Replicas on a checkpoint, without a trainer."""
         self._checkpoint = await self._plain(checkpoint)
@@ -179,6 +195,14 @@ class Processes:
             await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
         return await self._start_replica(slot=slot, name=name)
 
+    async def replace_teacher(self, lost: PoolReplica, /, *, teacher: str, slot: int, name: str) -> ReplicaClient:
+        """See `async_rl.inference.supervisor.ReplicaFactory`; of a teacher."""
+        await self._closing(cast(ReplicaClient, lost).close)()
+        timeout_s = self._config.teachers[teacher].engine.start_timeout_s
+        place = self._placement.teacher(teacher, slot)
+        await self._wait_for_node(name, place, timeout_s=timeout_s, error=EngineError)
+        return await self._start_teacher_replica(teacher, slot=slot, name=name)
+
     def create_rollout_workers(self) -> list[WorkerClient]:
         """As many processes as `rollout.workers`; they import while trainer and replicas start."""
         return [self._create_worker(slot=i, name=f"worker-{i}") for i in range(self._config.rollout.workers)]
@@ -194,13 +218,14 @@ class Processes:
     async def remove_worker(self, lost: Worker, *, pool: ReplicaPool) -> None:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
         await self._closing(cast(WorkerClient, lost).close)()
-        for member in pool.live_or_none:
-            replica = cast(ReplicaClient, member.replica)
-            try:
-                async with pool.calling(member):
-                    await replica.forget_client(lost.name)
-            except EngineError:
-                replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
+        for each in (pool, *self._teachers.values()):
+            for member in each.live_or_none:
+                replica = cast(ReplicaClient, member.replica)
+                try:
+                    async with each.calling(member):
+                        await replica.forget_client(lost.name)
+                except EngineError:
+                    replica.kill()  # it may only be out of reach; dead, it does not come back with the requests
 
     async def start_worker(self, *, slot: int, name: str, pool: ReplicaPool) -> WorkerClient:
         """See `async_rl.rollout.dispatcher.WorkerFactory`."""
@@ -280,7 +305,7 @@ class Processes:
 
     async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
         replica = await ReplicaClient.start(
-            replace(self._config, engine=with_room_for_twin(self._config, self._checkpoint)),
+            replace(self._config.replica_settings, engine=with_room_for_twin(self._config, self._checkpoint)),
             name=name,
             checkpoint=self._checkpoint,
             places=self._placement.replica(slot),
@@ -291,13 +316,39 @@ class Processes:
         self._name({name: await replica.pid(timeout_s=self._config.engine.load_timeout_s)})
         return replica
 
+    async def _start_teacher(self, teacher: str) -> list[ReplicaClient]:
+        engine = self._config.teachers[teacher].engine
+        self._console.phase(f"teacher {teacher}", f"starting {engine.replicas} of {engine.name}")
+        self._teacher_checkpoints[teacher] = await self._plain(self._config.teachers[teacher].checkpoint)
+        async with asyncio.TaskGroup() as starts:
+            tasks = [
+                starts.create_task(self._start_teacher_replica(teacher, slot=slot, name=f"teacher-{teacher}-{slot}"))
+                for slot in range(engine.replicas)
+            ]
+        self._console.phase(f"teacher {teacher}", "ready")
+        return [task.result() for task in tasks]
+
+    async def _start_teacher_replica(self, teacher: str, *, slot: int, name: str) -> ReplicaClient:
+        settings = self._config.teacher_settings(teacher)
+        replica = await ReplicaClient.start(
+            settings,
+            name=name,
+            checkpoint=self._teacher_checkpoints[teacher],
+            places=[self._placement.teacher(teacher, slot)],
+            log=self._logs / f"{name}.log",
+        )
+        self._engine_ends.append(self._closing(replica.close))
+        self._name({name: await replica.pid(timeout_s=settings.engine.load_timeout_s)})
+        return replica
+
     def _create_worker(self, *, slot: int, name: str) -> WorkerClient:
         options, log = self._placement.worker(slot), self._logs / f"{name}.log"
         return WorkerClient.create(self._config.cluster, name=name, options=options, log=log)
 
     async def _start_worker(self, worker: WorkerClient, pool: ReplicaPool) -> None:
         replicas = [member.replica for member in await pool.serving()]
-        await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas)
+        teachers = {name: [member.replica for member in await each.serving()] for name, each in self._teachers.items()}
+        await worker.start(self._config, checkpoint=self._checkpoint, replicas=replicas, teachers=teachers)
         self._worker_ends.append(self._closing(worker.close))
         self._name({worker.name: await worker.pid(timeout_s=self._config.cluster.call_timeout_s)})
 

@@ -83,6 +83,8 @@ class Resume:
                 "rollout.trajectories_per_group": config.rollout.trajectories_per_group,
                 "rollout.resume_routing": config.rollout.resume_routing,
                 "trainer.updates_per_batch": config.trainer.updates_per_batch,
+                "teachers": ", ".join(f"{name} {each.checkpoint}" for name, each in config.teachers.items()),
+                "distillation.top_k": config.distillation.num_ids,
             },
             checkpoint=None if self.checkpoint is None else self.state.queue,
             train_step=self.state.train_step,

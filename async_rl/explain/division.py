@@ -54,6 +54,7 @@ CAUSES: Mapping[str, Cause] = {
     "tail": Cause("wait: few trajectories that are longer than the others"),
     "tools": Cause("wait: tools and environments"),
     "reward": Cause("wait: rewards"),
+    "teacher": Cause("wait: teachers score rollouts"),
     "publish": Cause("wait: replicas pause for a publish"),
     "repeat": Cause("wait: context is prefilled again after a publish"),
     "validation": Cause("wait: a validation uses the replicas"),
@@ -242,7 +243,7 @@ class _Walk:
                     seconds[cause] += part * value
                 aborted = bool(span.args.get("aborted"))
             else:
-                seconds["tools" if span.kind == "tool" else "reward"] += part * span.seconds
+                seconds[{"tool": "tools", "score": "teacher"}.get(span.kind, "reward")] += part * span.seconds
             at = span.end
         self._gap(at, rollout.end, seconds)
         latency = seconds.pop("latency", 0.0)

@@ -16,9 +16,11 @@ from async_rl.inference.checkpoint_weights import Shapes, check_update
 from async_rl.inference.checks import weight_label
 from async_rl.inference.gate import InflightRequest, KVPolicy
 from async_rl.inference.loads import RankLoad
+from async_rl.inference.scores import ScoreRequest
 from async_rl.weights.transport import WeightUpdate, readable_by_ranks
 from message_queue.errors import EngineError
 from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.training_sequence import TeacherScores
 
 STAGED_AGAIN_S = 0.05  # between two questions whether a version is staged; engines have no event for it
 
@@ -74,6 +76,15 @@ class EngineBackend(ABC):
 
         Raises:
             ContractError: the engine's answer breaks the contract.
+            EngineError: the engine failed the request.
+        """
+
+    @abstractmethod
+    async def score(self, request: ScoreRequest) -> TeacherScores:
+        """Logprobs of given tokens. If the call is cancelled, the engine aborts the request.
+
+        Raises:
+            ContractError: the engine cannot serve the request, or its answer breaks the contract.
             EngineError: the engine failed the request.
         """
 

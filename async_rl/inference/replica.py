@@ -26,6 +26,7 @@ from async_rl.inference.checks import weight_label
 from async_rl.inference.gate import KVPolicy, ReplicaStats, RequestGate, until_finished
 from async_rl.inference.loads import RankLoad, difference, published_by
 from async_rl.inference.nodes import Follower, bring
+from async_rl.inference.scores import ScoreRequest
 from async_rl.inference.serving import ServingConfig
 from async_rl.inference.stub import InProcess
 from async_rl.weights.live import LiveWeights
@@ -33,6 +34,7 @@ from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import Seat, Source, UpdateError, WeightUpdate
 from message_queue.errors import AnswerError, ContractError, EngineError, ReplicaLostError
 from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.training_sequence import TeacherScores
 
 T = TypeVar("T")
 BackendT = TypeVar("BackendT", bound=EngineBackend)
@@ -96,6 +98,23 @@ class EngineReplica(InProcess, Generic[BackendT]):
                 await self._check_alive(error)
                 raise
             return inflight.result
+
+    async def score(self, request: ScoreRequest) -> TeacherScores:
+        """Logprobs of given tokens under the loaded weights. If the caller is cancelled, the engine aborts the request.
+
+        Raises:
+            AnswerError: the engine cannot serve the request, or its answer was refused.
+            ReplicaLostError: the engine is dead.
+            EngineError: the engine cannot serve for another reason.
+        """
+        async with self._gate.admit(request.request_id):
+            try:
+                return await self._gate.unless_failed(self.backend.score(request))
+            except ContractError as error:
+                raise AnswerError(f"{self.name}: request {request.request_id}: {error}") from error
+            except EngineError as error:
+                await self._check_alive(error)
+                raise
 
     async def pause(self) -> None:
         """Hold new `generate` calls until `resume`; requests in flight continue."""

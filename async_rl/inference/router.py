@@ -15,15 +15,20 @@ simulation in tests/async_rl/inference/test_router_balance.py.
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.replica import EngineReplica
+from async_rl.inference.scores import ScoreRequest
 from message_queue.errors import ReplicaLostError
 from message_queue.tokens import TokenOutput
+from message_queue.training_sequence import TeacherScores
 
+T = TypeVar("T")
 MAX_SESSIONS = 65_536  # sessions remembered; a forgotten one is dispatched as a new one
 MAX_EXCESS, MAX_AHEAD = 1.25, 2
 
@@ -50,12 +55,33 @@ class ReplicaRouter:
         Raises:
             ReplicaLostError: no replica is left; names every replica with its reason.
         """
+        return await self._send(request.session, lambda replica: replica.call(EngineReplica.generate, request))
+
+    async def score(self, request: ScoreRequest, *, timeout_s: float) -> TeacherScores:
+        """Score given tokens on the replica with the fewest requests, or on another one if that replica failed.
+
+        Args:
+            timeout_s: bound on the answer of a replica; the wait for a live one is not bounded.
+
+        Raises:
+            TimeoutError: a replica did not answer in time.
+            EngineError: see `EngineReplica.score`; ReplicaLostError if no replica is left.
+        """
+
+        async def ask(replica: PoolReplica) -> TeacherScores:
+            async with asyncio.timeout(timeout_s):
+                return await replica.call(EngineReplica.score, request)
+
+        return await self._send("", ask)
+
+    async def _send(self, session: str, ask: Callable[[PoolReplica], Awaitable[T]]) -> T:
+        """The answer of the session's replica; of another one if that replica fails."""
         while True:
-            member = self._choose(request.session, await self._pool.serving())
+            member = self._choose(session, await self._pool.serving())
             member.in_flight += 1
             try:
                 async with self._pool.calling(member):
-                    answer = await member.replica.call(EngineReplica.generate, request)
+                    answer = await ask(member.replica)
             except ReplicaLostError:
                 continue  # `calling` removed it from the pool
             else:

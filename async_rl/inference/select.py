@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,22 @@ from async_rl.inference.vllm import config as vllm_config
 from async_rl.inference.vllm.config import VllmConfig
 
 EngineConfig = Annotated[VllmConfig | SglangConfig, Field(discriminator="name")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What the process of a replica needs to know, of the student or of a teacher."""
+
+    engine: EngineConfig
+    """Settings of the engine."""
+    captures_routing: bool = False
+    """Whether it returns routing rows."""
+    forces_routing: bool = False
+    """Whether requests carry forced experts."""
+    captures_support: bool = False
+    """Whether requests may sample from a part of the vocabulary."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Further environment variables of the process."""
 
 
 def check_engine(config: VllmConfig | SglangConfig, *, checkpoint: Path, capture: bool, force: bool) -> None:

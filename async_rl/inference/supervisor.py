@@ -59,13 +59,14 @@ class Supervisor:
     """The controller's view of the replicas; replaces failed ones.
 
     Args:
+        publisher: loads the newest weights on a new replica; None for a teacher, whose weights never change.
         note: called with each text for the user.
     """
 
     def __init__(
         self,
         pool: ReplicaPool,
-        publisher: Publisher,
+        publisher: Publisher | None,
         *,
         start: ReplicaFactory,
         config: SupervisionConfig,
@@ -110,7 +111,10 @@ class Supervisor:
                 self._num_names += 1
                 try:
                     remains = await self._start(remains, slot=slot, name=name)
-                    await self._publisher.bring_up(remains, slot=slot)
+                    if self._publisher is None:
+                        self._pool.join(remains, slot=slot)
+                    else:
+                        await self._publisher.bring_up(remains, slot=slot)
                 except EngineError as error:
                     self._pool.start_failed(name, reason=f"did not start: {error}", notes=notes_of(error))
                     self._note(f"replica {name} did not start in place of {lost.name}: {with_notes(error)}")

@@ -133,6 +133,15 @@ METRICS: dict[str, Metric] = {
     "critic/staleness": Metric(
         "mean", "updates", "critic steps between the weights that sampled a token and its value, mean over tokens"
     ),
+    "teacher/kl_sampled": Metric("mean", "nat", "log(student / teacher), mean over sampled tokens with a teacher"),
+    "teacher/kl_forward": Metric("mean", "nat", "KL(teacher || student) over the teacher's top_k and the rest, mean"),
+    "teacher/kl_reverse": Metric("mean", "nat", "KL(student || teacher) over the teacher's top_k and the rest, mean"),
+    "teacher/scored_fraction": Metric("mean", "share", "tokens in the loss that a teacher scored"),
+    "teacher/seconds": Metric("mean", "s", "from the end of a rollout to its scores, mean over rollouts"),
+    "teacher/failures": Metric(
+        "sum", "tries", "scores that failed or came too late, each asked for once more or given up"
+    ),
+    "teacher/waiting": Metric("max", "trajectories", "most that waited for one teacher in a rollout worker"),
     "tokens": Metric("sum", "tokens", "sampled tokens in the loss, without groups that have no gradient"),
     "tokens/positive": Metric("sum", "tokens", "tokens in the loss with positive advantage"),
     "tokens/negative": Metric("sum", "tokens", "tokens in the loss with negative advantage"),

@@ -61,7 +61,10 @@ class RequestModel:
         groups = {span.args.get("group") for span in records.of("rollout")}
         self._pauses = _open(records.of("pause"), lambda span: span.process)
         self._of_trajectory: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
-        for span in sorted((*requests, *records.of("tool"), *records.of("reward")), key=lambda s: s.start):
+        for span in sorted(
+            (*requests, *(found for kind in ("tool", "reward", "score") for found in records.of(kind))),
+            key=lambda s: s.start,
+        ):
             if span.args.get("group") in groups:
                 self._of_trajectory[span.args["group"]][span.args.get("trajectory", 0)].append(span)
         self._all = _open(requests)

@@ -40,11 +40,13 @@ class PromptFormat:
     Args:
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt; None for none.
+        teacher: column with the name of the teacher, "" for none; None for no such column.
     """
 
-    def __init__(self, *, template: str | None = None, system: str | None = None) -> None:
+    def __init__(self, *, template: str | None = None, system: str | None = None, teacher: str | None = None) -> None:
         self._template = template
         self._system = system
+        self._teacher = teacher
 
     def prompt(self, row: Any, *, index: int) -> Prompt:
         """The prompt of a row.
@@ -66,7 +68,13 @@ class PromptFormat:
                     f"row {index} has a system message, and so has Task(system=...); leave one of them out"
                 )
             messages = (Message(role="system", content=self._system), *messages)
-        return Prompt(index=index, messages=messages, target=columns)
+        teacher = None if self._teacher is None else columns.get(self._teacher)
+        if self._teacher is not None and not isinstance(teacher, str):
+            raise ValueError(
+                f"row {index} has {teacher!r} in the column {self._teacher} (Task(teacher=...)); give the name of a "
+                "teacher, or an empty text for none"
+            )
+        return Prompt(index=index, messages=messages, target=columns, teacher=teacher)
 
     def _messages(self, columns: Mapping[str, Any], index: int) -> tuple[Message, ...]:
         there = f"row {index} has the columns {', '.join(map(str, columns)) or '(none)'}"

@@ -30,6 +30,7 @@ from async_rl.rollout.content.reader import remove_settled
 from async_rl.rollout.group_contents import ContentPlace, StoredContent, next_writer, read_stored, writer_name
 from async_rl.rollout.recorded import TokenCount
 from async_rl.rollout.rollouter import DroppedGroup
+from async_rl.rollout.teachers import ScoringCounts
 from async_rl.rollout.worker import LostReplica, RolloutWorker
 from message_queue.errors import AsyncRLError
 from message_queue.heads import GroupHead
@@ -88,6 +89,7 @@ class Dispatcher:
         note_failure: called with each failure of a rollout or tool; None for `note` with its text.
         record_failed: called with each rollout that failed at its last try.
         trace: gets the time spans of the workers; None for none.
+        teachers: teacher -> its replicas; workers follow every change of these too.
 
     Attributes:
         tokens: number of generated tokens, by group.
@@ -104,7 +106,11 @@ class Dispatcher:
         note_failure: Callable[[Failure], None] | None = None,
         record_failed: Callable[[FailedRollout], None] = lambda _rollout: None,
         trace: Trace | None = None,
+        teachers: Mapping[str, ReplicaPool] | None = None,
     ) -> None:
+        self._pools: dict[str | None, ReplicaPool] = {None: pool}
+        self._pools.update(teachers or {})
+        self._scoring = ScoringCounts()
         self._live = [_Member(worker, slot) for slot, worker in enumerate(workers)]
         self._limits = [RestartLimit(config or SupervisionConfig()) for _ in workers]
         self._num_names = len(workers)
@@ -114,7 +120,7 @@ class Dispatcher:
         self._record_failed = record_failed
         self._trace = trace or Trace(None)
         self._pool = pool
-        self._followed: tuple[Member, ...] | None = None  # replicas known to all workers
+        self._followed: dict[str | None, tuple[Member, ...]] = {}  # replicas known to all workers, by teacher
         self._lost: asyncio.Queue[tuple[_Member, dict[int, Admission], WorkerLostError]] = asyncio.Queue()
         self._recovered: dict[int, Sequence[Trajectory]] = {}  # content of groups of failed workers, once read
         self._changed = Notifier()
@@ -167,10 +173,16 @@ class Dispatcher:
                 existing = await self._stored(group)
             else:
                 self.tokens.add(group, rolled.generated)
+                self._scoring += rolled.scoring or ScoringCounts()
                 self._trace.add(member.worker.name, rolled.time_spans)
                 return rolled.outcome, content
             finally:
                 member.groups.pop(group, None)
+
+    def take_scoring(self) -> dict[str, float]:
+        """Metrics of the teachers since the last call; none without teachers."""
+        counts, self._scoring = self._scoring, ScoringCounts()
+        return counts.metrics() if len(self._pools) > 1 else {}
 
     def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group in rollout; its `roll` returns a DroppedGroup. No effect on other groups."""
@@ -236,7 +248,8 @@ class Dispatcher:
             WorkerLostError: no worker is left, and none may be started.
         """
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._follow())
+            for teacher, pool in self._pools.items():
+                tasks.create_task(self._follow(pool, teacher))
             for member in self._live:
                 tasks.create_task(self._listen(member))
             while True:
@@ -304,19 +317,20 @@ class Dispatcher:
                         self._note_failure(event)
 
     def _lose_replica(self, lost: LostReplica) -> None:
-        for replica in self._pool.members:
-            if replica.name == lost.name:
-                self._pool.lose(replica, reason=lost.reason, notes=lost.notes)
+        for pool in self._pools.values():
+            for replica in pool.members:
+                if replica.name == lost.name:
+                    pool.lose(replica, reason=lost.reason, notes=lost.notes)
 
-    async def _follow(self) -> None:
+    async def _follow(self, pool: ReplicaPool, teacher: str | None) -> None:
         """Have the workers use the live replicas."""
         while True:
-            live = self._pool.live_or_none
-            if live == self._followed:
-                await self._pool.changed.wait()
+            live = pool.live_or_none
+            if live == self._followed.get(teacher):
+                await pool.changed.wait()
             else:
-                self._followed = live
-                await self._all(RolloutWorker.follow, [member.replica for member in live])
+                self._followed[teacher] = live
+                await self._all(RolloutWorker.follow, [member.replica for member in live], teacher=teacher)
 
     async def _replace(
         self, lost: _Member, groups: Mapping[int, Admission], error: WorkerLostError, tasks: asyncio.TaskGroup
@@ -362,8 +376,9 @@ class Dispatcher:
                 await processes.remove_worker(lost.worker, pool=self._pool)
                 continue
             self._live.append(member := _Member(worker, lost.slot))
-            self._followed = None
-            self._pool.changed.notify_all()
+            self._followed.clear()
+            for pool in self._pools.values():
+                pool.changed.notify_all()
             self._changed.notify_all()
             return member
         return None

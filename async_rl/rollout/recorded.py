@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from agent_loop.text import safe_text, safe_value
 from async_rl.inference.notifier import Notifier
-from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, RolloutStep, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, RolloutStep, Scored, TrajectoryClosed
 from async_rl.rollout.content.writer import ContentWriter
 from message_queue.errors import AsyncRLError
 from message_queue.ledger import LedgerCounts, LedgerRecord
 from message_queue.tokens import Int32Array, StopReason, TokenOutput
+from message_queue.training_sequence import TrajectoryScores
 from message_queue.trajectory import POLICY, Trajectory
 
 
@@ -133,8 +134,14 @@ class RecordedTrajectory(Trajectory):
             forks={fork.path: len(fork) for fork in self._forks},
             rewards=self.rewards,
             agents={path.path: path.agent for path in self.paths if path.agent != POLICY},
+            awaits_scores=self.awaits_scores,
         )
         self._record(len(self), end, self.path)
+
+    def add_scores(self, scores: TrajectoryScores) -> None:
+        """See Trajectory."""
+        super().add_scores(scores)
+        self._record(len(self), Scored(scores=scores), self.path)
 
 
 class TokenCount:

@@ -27,6 +27,7 @@ from agent_loop.user_errors import Failure, failure_of, innermost
 from async_rl.files.rollouts import FailedRollout, tool_calls_of
 from async_rl.rollout.content.format import RolloutRecord, RolloutStep
 from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLogError, TokenCount
+from async_rl.rollout.teachers import NO_TEACHER, TeacherError, Teachers
 from message_queue.errors import ContractError, EngineError, PromptError, RolloutError, StateLostError
 from message_queue.ledger import Drop, DropKind
 from message_queue.tokens import Int32Array, RoutingSpec, StopReason
@@ -133,6 +134,7 @@ class Rollouter:
         note: called with every failure; its text names the rollout.
         failed: called with each rollout that failed at its last try, or starts over; needs `decode`.
         decode: token ids -> text, with control tokens; called in a thread. None for no calls of `failed`.
+        teachers: score each trajectory when its agent loop has ended; None without any.
 
     Attributes:
         tokens: number of sampled tokens, by group.
@@ -151,7 +153,9 @@ class Rollouter:
         note: Callable[[Failure], None] = lambda _failure: None,
         failed: Callable[[FailedRollout], None] = lambda _rollout: None,
         decode: Callable[[Int32Array], str] | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
+        self._teachers = teachers
         self._failure = failure or FailureConfig()
         self._note = note
         self._failed = failed
@@ -238,8 +242,10 @@ class Rollouter:
             if self._log is not None:
                 self._log.append(found)
 
-        count = partial(self.tokens.add, group)
-        return RecordedTrajectory(trajectory, record=record, flush=self.flush, count=count)
+        made = RecordedTrajectory(trajectory, record=record, flush=self.flush, count=partial(self.tokens.add, group))
+        taught = self._teachers is not None and roll.prompt.teacher != NO_TEACHER
+        made.awaits_scores = taught and made.scores is None and made.stop_reason is not StopReason.ERROR
+        return made
 
     async def _run_all(self, roll: _Roll) -> tuple[Drop | None, str]:
         """Fill all trajectories side by side. Returns the reason and the user's line if the group failed."""
@@ -248,7 +254,7 @@ class Rollouter:
         try:
             async with asyncio.TaskGroup() as rollouts:
                 for number, trajectory in enumerate(trajectories):
-                    if not trajectory.closed:
+                    if not trajectory.closed or trajectory.awaits_scores:
                         rollouts.create_task(self._member(roll, number))
                 if self._failure.on_failed == "fill":
                     for _ in range(self._n - roll.num_sound):  # failed before a restart
@@ -258,7 +264,9 @@ class Rollouter:
             if fatal is not None:
                 raise fatal from None
             failure = failure_of(errors.exceptions[0])
-            return Drop(DropKind.ROLLOUT_FAILED, f"prompt {prompt}: {failure.text}"), failure.line
+            untaught = isinstance(errors.exceptions[0], TeacherError)
+            kind = DropKind.TEACHER_FAILED if untaught else DropKind.ROLLOUT_FAILED
+            return Drop(kind, f"prompt {prompt}: {failure.text}"), failure.line
         if not all(trajectory.closed for trajectory in trajectories):
             text = f"prompt {prompt}: a rollout ended without closing its trajectory"
             return Drop(DropKind.ROLLOUT_FAILED, text), ""
@@ -289,7 +297,7 @@ class Rollouter:
             if succeeded or self._failure.on_failed != "fill":
                 break
             number = self._grow(roll)
-        if not all(trajectory.closed for trajectory in roll.trajectories):
+        if any(not trajectory.closed or trajectory.awaits_scores for trajectory in roll.trajectories):
             roll.ended.append(self.timeline.start("wait_group", group=roll.admission.group, trajectory=number))
 
     async def _run(self, roll: _Roll, number: int) -> bool:
@@ -305,7 +313,7 @@ class Rollouter:
             except Exception as error:
                 failure = failure_of(error)
                 line = failure.line if isinstance(innermost(error), OF_CODE) else ""
-                hopeless = isinstance(error, PromptError) or line in self._failing
+                hopeless = isinstance(error, PromptError | TeacherError) or line in self._failing
                 left = tried <= policy.max_retries
                 text = (
                     f"rollout {session} of prompt {roll.prompt.index} failed, {tried} of {policy.max_retries + 1} times"
@@ -319,7 +327,7 @@ class Rollouter:
                         raise
                     break
             await asyncio.sleep(policy.retry_wait_s)
-        roll.trajectories[number].close(stop_reason=StopReason.ERROR, reward=0.0)
+        roll.trajectories[number].fail()
         return False
 
     async def _report_failed(self, roll: _Roll, number: int, failure: Failure) -> None:
@@ -344,6 +352,18 @@ class Rollouter:
         )
 
     async def _run_loop(self, roll: _Roll, number: int, *, is_retry: bool) -> None:
+        """Run the agent loop if it has not ended, then have the teacher of the prompt score the trajectory."""
+        trajectory, session = roll.trajectories[number], session_name(roll.admission.group, number)
+        if self._teachers is None or (teacher := self._teachers.of(roll.prompt)) is None:
+            await self._run_agent(roll, number, is_retry=is_retry)
+            return
+        if not trajectory.turns:
+            await self._teachers.room(teacher)
+        if not trajectory.closed:
+            await self._run_agent(roll, number, is_retry=is_retry)
+        await self._teachers.score(teacher, roll.trajectories[number], session=session)
+
+    async def _run_agent(self, roll: _Roll, number: int, *, is_retry: bool) -> None:
         """Run the agent loop; if a tool has lost its state, on an empty trajectory in place of the existing one.
 
         The first record of the empty one replaces all earlier records (see `async_rl.rollout.content.reader`).

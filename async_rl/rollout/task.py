@@ -69,6 +69,8 @@ class Task:
             has its own rewards and baseline. A call with another name is of the agent `policy`; that one is trained.
         template: text with {column} places, the user's message; None takes the column `prompt`.
         system: first message of each prompt.
+        teacher: column with the name of the teacher of a row (`teachers.NAME`), or an empty text for none; None takes
+            the only teacher of a run for all rows.
         shuffle: whether rows that are not generated are shuffled in each epoch.
         end_of_turn: text of the token that ends a turn; None is the one that the chat template puts after an assistant
             turn. The tokenizer's end-of-sequence token ends a turn too.
@@ -104,6 +106,7 @@ class Task:
         agents: Mapping[str, bool] | None = None,
         template: str | None = None,
         system: str | None = None,
+        teacher: str | None = None,
         shuffle: bool = True,
         end_of_turn: str | None = None,
         max_prompt_tokens: int | None = None,
@@ -113,7 +116,7 @@ class Task:
         if isinstance(validation, Mapping):
             held_out_sets(validation)  # checks the names
         _check_types(
-            texts={"template": template, "system": system, "end_of_turn": end_of_turn},
+            texts={"template": template, "system": system, "teacher": teacher, "end_of_turn": end_of_turn},
             tools=tools,
             max_prompt_tokens=max_prompt_tokens,
         )
@@ -144,7 +147,7 @@ class Task:
                 is_tool = all(hasattr(tool, name) for name in ("name", "description", "parameters"))
                 self._tools.append(cast(Tool, tool) if is_tool else FunctionTool(tool))
         self._checked = [part for part in (self.reward, self._environment, *self._tool_sources) if part is not None]
-        self._format = PromptFormat(template=template, system=system)
+        self._format = PromptFormat(template=template, system=system, teacher=teacher)
         self._shuffle = shuffle
         self._end_of_turn = end_of_turn
         self._max_prompt_tokens = max_prompt_tokens

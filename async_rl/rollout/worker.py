@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agent_loop.loop import Prompt
 from agent_loop.programs.endpoint.host import Sessions
@@ -20,6 +21,7 @@ from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import DroppedGroup, Rollouter
+from async_rl.rollout.teachers import ScoringCounts, Teachers
 from async_rl.rollout.validator import Validator
 from async_rl.trainer.batch.forest import prefixes_of
 from message_queue.errors import JournalError
@@ -41,6 +43,8 @@ class RolledGroup:
     """Number of sampled tokens, including those from before the hand-out."""
     time_spans: Sequence[TimeSpan] = ()
     """Spans of all groups of the worker that ended since its last result."""
+    scoring: ScoringCounts | None = None
+    """What the teachers of the worker did since its last result; None without any."""
 
 
 RolledPrompts = tuple[Sequence[ValidationRollout], Sequence[TimeSpan]]
@@ -74,6 +78,8 @@ class RolloutWorker(InProcess):
         pool: this worker's view of the replicas.
         replies_s: longest wait of a flush for the replies of replicas.
         sessions: of agent programs; None if the rollouts are made by agent loops.
+        teachers: score the rollouts; None without any.
+        teacher_pools: teacher -> this worker's view of its replicas.
     """
 
     def __init__(
@@ -86,7 +92,10 @@ class RolloutWorker(InProcess):
         pool: ReplicaPool,
         replies_s: float,
         sessions: Sessions | None = None,
+        teachers: Teachers | None = None,
+        teacher_pools: Mapping[str, ReplicaPool] | None = None,
     ) -> None:
+        self._teachers, self._teacher_pools = teachers, teacher_pools or {}
         self.name = name
         self._sessions = sessions
         self._replies_s = replies_s
@@ -124,13 +133,14 @@ class RolloutWorker(InProcess):
         finally:
             del self._rolls[admission.group]
             generated = self._rollouter.tokens.pop(admission.group)
-        spans = self._rollouter.timeline.take()
+        given: dict[str, Any] = {"generated": generated, "time_spans": self._rollouter.timeline.take()}
+        given["scoring"] = None if self._teachers is None else self._teachers.take_counts()
         if isinstance(outcome, DroppedGroup):
-            return RolledGroup(outcome=outcome, generated=generated, time_spans=spans), ()
+            return RolledGroup(outcome=outcome, **given), ()
         head, content = head_of(outcome), content_of(outcome)
         prefixes = await asyncio.to_thread(prefixes_of, [content[number][at] for number, at in head.trained])
         head = replace(head, prefixes=tuple(prefixes))
-        return RolledGroup(outcome=head, generated=generated, time_spans=spans), content
+        return RolledGroup(outcome=head, **given), content
 
     async def cancel(self, group: int, *, reason: Drop) -> None:
         """Give up a group; see `Rollouter.cancel`."""
@@ -167,9 +177,9 @@ class RolloutWorker(InProcess):
         """Roll out held-out prompts, each with its index among all rollouts, in round `number`; results in order."""
         return await self._validator.run(prompts, number=number), self._validator.timeline.take()
 
-    async def follow(self, replicas: Sequence[PoolReplica]) -> None:
-        """Use exactly these replicas from now on."""
-        self._pool.follow(replicas)
+    async def follow(self, replicas: Sequence[PoolReplica], *, teacher: str | None = None) -> None:
+        """Use exactly these replicas from now on, of a teacher if one is given."""
+        (self._pool if teacher is None else self._teacher_pools[teacher]).follow(replicas)
 
     async def events(self) -> list[WorkerEvent]:
         """Events since the last call, as soon as there is one."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from async_rl.controller.checkpoints import RunState
-from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, TrajectoryClosed
+from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, Scored, TrajectoryClosed
 from async_rl.rollout.group_contents import StoredContent
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulator.violations import require
@@ -159,8 +159,10 @@ class GroupAccount:
         """Records of the content are written."""
         for record in records:
             what, stored = record.what, self._stored.setdefault(record.group, {})
-            length = record.at + (0 if isinstance(what, TrajectoryClosed | CallStarted | Forked) else len(what))
-            stored[record.trajectory, record.path] = length, isinstance(what, TrajectoryClosed)
+            length = record.at + (
+                0 if isinstance(what, TrajectoryClosed | CallStarted | Forked | Scored) else len(what)
+            )
+            stored[record.trajectory, record.path] = length, isinstance(what, TrajectoryClosed | Scored)
 
     def rollout_starts(self, session: str) -> None:
         """A rollout of an agent starts, or starts over: its earlier records are not read any more."""

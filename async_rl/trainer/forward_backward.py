@@ -14,6 +14,7 @@ from torch import Tensor
 
 from async_rl.trainer.critic.value_head import ValueTerm
 from async_rl.trainer.distributed import ProcessGroups, context_group
+from async_rl.trainer.loss.distillation import DistillationConfig
 from async_rl.trainer.loss.losses import LossConfig, Surrogate
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.model.gpt import BuiltModel
@@ -38,6 +39,7 @@ class ForwardBackward:
         loss: the policy loss.
         groups: process groups of this rank.
         model: this rank's part of the model.
+        teaches: the term of the teachers; None without any.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class ForwardBackward:
         loss: LossConfig,
         groups: ProcessGroups,
         model: BuiltModel,
+        teaches: DistillationConfig | None = None,
     ) -> None:
+        self._teaches = teaches
         self._config = config
         self._loss = loss
         self._groups = groups
@@ -129,6 +133,7 @@ class ForwardBackward:
             context_group=context_group(),
             surrogate=surrogate,
             value=value,
+            teaches=self._teaches,
         )
 
     def policy_objective(self, update: UpdatePlan, micro_batches: MicroBatches) -> Objective:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from async_rl.metrics.registry import LAGS, of_layer
+from async_rl.trainer.loss.distillation import SCORED, SUMS, teacher_metrics
 from async_rl.trainer.mismatch import k3_of
 from async_rl.trainer.router_replay import ROUTING_SUMS
 
@@ -165,8 +166,8 @@ class TokenSums:
     """float64 sums over the tokens of a train step: of this rank, and after `reduce` of all ranks.
 
     Args:
-        extra: columns of the table after COLUMNS: the filters of the objective, `kl` if it has a KL term, and
-            OLD_COLUMNS if there are old logprobs.
+        extra: columns of the table after COLUMNS: the filters of the objective, `kl` if it has a KL term, those of
+            `distillation.sum_names` if there are teachers, and OLD_COLUMNS if there are old logprobs.
         trajectories: number of trajectories in the batch.
     """
 
@@ -226,8 +227,11 @@ class TokenSums:
         for name in self._extra:
             if name == "kl":
                 found["kl/reference"] = self._share("kl")
-            elif name not in OLD_COLUMNS:
+            elif name not in (*OLD_COLUMNS, SCORED, *SUMS.values()):
                 found |= {f"{name}/fraction{part and '_'}{part}": self._share(name, part) for part in _CUTS}
+        if SCORED in self._extra:
+            sums = {name: float(self._table[self._columns.index(name)].sum()) for name in self._extra}
+            found |= teacher_metrics(sums, tokens=tokens)
         return found | (self._old_metrics() if OLD_COLUMNS[0] in self._extra else {})
 
     def _old_metrics(self) -> dict[str, float]:

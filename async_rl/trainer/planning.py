@@ -90,9 +90,19 @@ class Planner:
         loss: determines the weights of the tokens.
         walks: whether old logprobs are computed.
         pair_cost: cost of a token and a token that it attends to, in tokens; see `flops.pair_cost`.
+        teaches: whether teachers have a term at every token.
     """
 
-    def __init__(self, *, config: TrainerConfig, loss: LossConfig, walks: bool = False, pair_cost: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        config: TrainerConfig,
+        loss: LossConfig,
+        walks: bool = False,
+        pair_cost: float = 0.0,
+        teaches: bool = False,
+    ) -> None:
+        self._every_token = teaches or loss.needs_every_token
         self._config = config
         self._loss = loss
         self._walks = walks
@@ -101,7 +111,7 @@ class Planner:
     def policy(self, batch: TrainingBatch) -> BatchPlan:
         """Plan one update per mini-batch of an RL batch.
 
-        Trajectories that are not informative are not forwarded, unless a KL or entropy term trains them. With
+        Trajectories that are not informative are not forwarded, unless a KL, entropy or teacher term trains them. With
         loss.count=all they still count in the weights of the other trajectories.
 
         Raises:
@@ -113,7 +123,7 @@ class Planner:
                 f"the batch has mini-batches up to {int(batch.mini_batch.max())} with "
                 f"trainer.updates_per_batch={count}; number them 0 to {count - 1}, or change trainer.updates_per_batch"
             )
-        forwarded = np.ones_like(batch.informative) if self._loss.needs_every_token else batch.informative
+        forwarded = np.ones_like(batch.informative) if self._every_token else batch.informative
         counted = np.ones_like(batch.informative) if self._loss.count == "all" else batch.informative
         parts = [batch.mini_batch == number for number in range(count)]
         updates = [self._update(batch, part & forwarded, counted=part & counted, loss=self._loss) for part in parts]

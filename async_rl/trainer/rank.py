@@ -26,6 +26,7 @@ from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.export import VersionWriter, adapter_folder, export_adapter, export_pretrained
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
+from async_rl.trainer.loss.distillation import DistillationConfig, sum_names
 from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.metrics import OLD_COLUMNS, TokenSums, routing_metrics, routing_sums, tree_metrics
@@ -100,6 +101,7 @@ class TrainerRank:
         old_policy: how old logprobs are computed; None if they are not.
         critic: the value model of advantage.name=gae; None with other advantages.
         recorder: writes the recorded groups of each batch; None on all ranks but the first.
+        teaches: the term of the teachers; None without any.
 
     Attributes:
         model: this rank's part of the model; gradients remain in `main_grad` until the next update.
@@ -128,6 +130,7 @@ class TrainerRank:
         old_policy: OldPolicyConfig | None = None,
         critic: CriticConfig | None = None,
         recorder: RolloutRecorder | None = None,
+        teaches: DistillationConfig | None = None,
     ) -> None:
         torch.set_num_threads(threads_of(config))
         _reuse_freed_memory()
@@ -157,9 +160,12 @@ class TrainerRank:
             or loss.penalises_rewards
         )
         walks = old_policy is not None
-        self._planner = Planner(config=config, loss=loss, walks=walks, pair_cost=pair_cost(self.model.shape))
+        cost, self._teaches = pair_cost(self.model.shape), teaches
+        self._planner = Planner(config=config, loss=loss, walks=walks, pair_cost=cost, teaches=teaches is not None)
         self._peak = _peak(config, self._groups.device)
-        self._forward_backward = ForwardBackward(config=config, loss=loss, groups=self._groups, model=self.model)
+        self._forward_backward = ForwardBackward(
+            config=config, loss=loss, groups=self._groups, model=self.model, teaches=teaches
+        )
         self._old = old_policy and OldPolicy(
             old_policy,
             trainer=config,
@@ -457,6 +463,7 @@ class TrainerRank:
             shares_prefixes=shares,
             replay=replay if replays else "none",
             routing=self._info.routing,
+            teaches=self._teaches,
             layers=model.replay.layers if model.replay is not None else (),
             rotary=model.rotary,
         )
@@ -508,7 +515,7 @@ class TrainerRank:
     ) -> dict[str, float]:
         """Metrics over all ranks for updates with `steps` (gradient norm, learning rate)."""
         kl = ("kl",) if self._loss.kl_coefficient > 0 else ()
-        extra = (*self._loss.filters, *kl, *(() if self._old is None else OLD_COLUMNS))
+        extra = (*self._loss.filters, *kl, *sum_names(self._teaches), *(() if self._old is None else OLD_COLUMNS))
         sums = TokenSums(extra, trajectories=trajectories)
         for of_one in results if self._forward_backward.counts_tokens else ():
             sums.add(of_one.sums, trajectories=of_one.trajectories)

@@ -18,9 +18,17 @@ from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_row
 from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.critic.value_head import ValueTerm
+from async_rl.trainer.loss.distillation import (
+    DistillationConfig,
+    TeacherTerm,
+    columns_of,
+    teacher_columns,
+    teacher_term,
+)
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, kl_term, policy_loss
 from async_rl.trainer.loss.ratios import FilterName, TokenLogprobs, Trajectories
+from async_rl.trainer.loss.support_logprobs import support_logprobs
 from async_rl.trainer.metrics import lag_buckets, old_columns, token_sums
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
@@ -158,6 +166,8 @@ class MicroBatchBuilder:
     """Kind of router replay."""
     routing: RoutingSpec | None
     """Layers and shape of the routing rows in the batch; None for a dense model."""
+    teaches: DistillationConfig | None = None
+    """The term of the teachers; None without any."""
     layers: Sequence[int]
     """Global numbers (from 0) of the MoE layers of this rank."""
     rotary: Rotary
@@ -189,7 +199,7 @@ class MicroBatchBuilder:
             end_rows=take_rows(rows.token_row, ends, fill=-1).to(to),
             targets=targets.to(to),
             numbers=loss["number"],
-            columns={name: loss[name].to(to) for name in _LOSS_COLUMNS},
+            columns={name: loss[name].to(to) for name in self._columns},
             kept=None if kept is None else kept.to(to),
             trajectories=trajectories,
             context=RowContext(
@@ -224,7 +234,14 @@ class MicroBatchBuilder:
             "position": torch.from_numpy(found.positions),
             "number": torch.arange(len(found.positions)) + of_sequences(update.first_loss_token[own] - first),
         }
+        if self.teaches is not None:
+            columns |= teacher_columns(found.teacher, tokens=len(found.positions), top_k=self.teaches.num_ids)
         return TensorDict(columns, batch_size=[len(found.positions)])
+
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """Inputs of the loss."""
+        return _LOSS_COLUMNS if self.teaches is None else (*_LOSS_COLUMNS, *columns_of(self.teaches))
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
         """Kept tokens at the tokens in the loss, with numbers `tokens` int64 [n] in the micro-batch."""
@@ -336,6 +353,8 @@ class Objective:
     """The equation of `loss` in this update; None for `loss.equation()`."""
     value: ValueTerm | None = None
     """The value loss, alone or next to that of the policy; None without a critic in this model."""
+    teaches: DistillationConfig | None = None
+    """The term of the teachers; None without any."""
 
     def token_logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Logprob of each token in the loss and entropy of its distribution, float32 [n] each.
@@ -378,14 +397,28 @@ class Objective:
                 loss = -(columns["token_weights"] * logprobs).sum()
                 return loss, {"loss": loss.detach(), "tokens": loss.new_tensor(float(len(logprobs)))}
             case _:
-                loss, results = self._policy(logprobs, entropy, micro_batch)
+                taught = None if self.teaches is None else self._taught(logprobs, hidden, micro_batch, self.teaches)
+                loss, results = self._policy(logprobs, entropy, micro_batch, taught)
                 if value_loss is None:
                     return loss, results
                 return loss + value_loss, {**results, "value_loss": value_loss.detach()}
 
-    def _policy(self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def _taught(
+        self, current: Tensor, hidden: Tensor, micro_batch: MicroBatch, teaches: DistillationConfig
+    ) -> TeacherTerm:
+        assert self.layer is not None
+        columns, student = micro_batch.columns, None
+        if teaches.num_ids:
+            rows = hidden[0, micro_batch.loss_rows]
+            student = support_logprobs(rows, columns["teacher_ids"], layer=self.layer)
+        return teacher_term(columns, current, student, teaches)
+
+    def _policy(
+        self, current: Tensor, entropy: Tensor, micro_batch: MicroBatch, taught: TeacherTerm | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         columns, index, count = micro_batch.columns, micro_batch.columns["trajectory"], len(micro_batch.trajectories)
-        behaviour, advantages = columns["behaviour_logprobs"], columns["advantages"]
+        behaviour = columns["behaviour_logprobs"]
+        advantages = columns["advantages"] if taught is None else taught.advantages
         logprobs = TokenLogprobs(
             current=current,
             behaviour=behaviour,
@@ -405,12 +438,16 @@ class Objective:
             trajectories=Trajectories(index=index, count=count, group=self.context_group),
             surrogate=self.surrogate,
         )
+        if taught is not None and taught.loss is not None:
+            token_loss = token_loss + taught.loss
         loss = (columns["token_weights"] * token_loss).sum()
         with torch.no_grad():
             both = {"current": current, "behaviour": behaviour}
             extra: dict[str, Tensor] = {name: touched[name] for name in self.loss.filters}
             if self.loss.kl_coefficient > 0 and logprobs.reference is not None:
                 extra["kl"] = kl_term(logprobs, "k3", cap=self.loss.kl_weight_cap)
+            if taught is not None:
+                extra |= taught.sums
             if logprobs.old is not None:
                 extra |= old_columns(logprobs.old, known=columns["old_known"], exact=columns["exact"], **both)
             sums = token_sums(

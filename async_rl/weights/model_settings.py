@@ -146,4 +146,5 @@ RESOLVERS: Mapping[str, Callable[..., Any]] = {
     "lr_of": _or(lr_of, 1e-6),
     "tenth_of": _or(tenth_of, 0.0),
     "gpus_of": _or(gpus_of, 0.0),
+    "teacher_length": lambda served, rollout: max(served, rollout + 1),  # engines keep a place for a sampled token
 }

@@ -9,10 +9,10 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from agent_loop.bounds import bounds_of
 from async_rl.config import CONFIGS, RunConfig, preset_names
@@ -113,13 +113,23 @@ def definitions_of(file: str) -> dict[str, str]:
 PAGES = {"config.md": config_page, "metrics.md": metrics_page, "../architecture.md": architecture_page}
 
 
-def _sections(kind: type[Any], prefix: str, title: str) -> Iterator[str]:
-    """The table of a config class, then those of its fields that are config classes."""
+def _sections(kind: type[Any], prefix: str, title: str, *, nests: bool = True) -> Iterator[str]:
+    """The table of a config class, then those of its fields that are config classes.
+
+    Args:
+        nests: whether those have tables; else each is a row that says what it is.
+    """
     texts, hints, bounds = _field_texts(kind), get_type_hints(kind), get_type_hints(kind, include_extras=True)
     rows: list[str] = []
+    tables: list[str] = []
     nested: list[tuple[type[Any], str, str]] = []
     for field in fields(kind):
-        members = [m for m in get_args(hints[field.name]) or (hints[field.name],) if is_dataclass(m)]
+        hint = hints[field.name]
+        members = [m for m in get_args(hint) or (hint,) if is_dataclass(m) and nests]
+        if get_origin(hint) is Mapping and members:
+            below = f"{prefix}{field.name}.NAME"
+            tables += _sections(members[0], f"{below}.", below, nests=False)
+            members = []
         for member in members:
             tag = "" if len(members) == 1 else f" ({member.__dataclass_fields__['name'].default})"
             nested.append((member, f"{prefix}{field.name}.", f"{prefix}{field.name}{tag}"))
@@ -133,6 +143,7 @@ def _sections(kind: type[Any], prefix: str, title: str) -> Iterator[str]:
         yield f"## {title}\n\n{summary}\n\n| key | default, bounds | meaning |\n|---|---|---|\n{''.join(rows)}"
     for member, below, name in nested:
         yield from _sections(member, below, name)
+    yield from tables
 
 
 def _field_texts(kind: type[Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +168,16 @@ class AgentTask(CalculatorTask):
 
 def agent_task(options, *, seed):
     return AgentTask(CalculatorConfig(), seed=seed)
+
+
+class TaughtTask(CalculatorTask):
+    """Prompts of the teachers even and odd, and of none, in turn."""
+
+    def train_prompt(self, index):
+        return replace(super().train_prompt(index), teacher=("even", "odd", "")[index % 3])
+
+
+def taught_task(options, *, seed):
+    """The task of TaughtTask with the reward `EvenLength`."""
+    task.ExactAnswer = EvenLength
+    return TaughtTask(CalculatorConfig(**options), seed=seed)

@@ -116,7 +116,7 @@ async def test_an_engine_that_does_not_start_shows_the_end_of_its_log(checkpoint
     try:
         with pytest.raises(EngineError, match="replica-0") as raised:
             await ReplicaClient.start(
-                replace(load_config(["trainer.router_replay=none"]), engine=config),
+                replace(load_config(["trainer.router_replay=none"]), engine=config).replica_settings,
                 name="replica-0",
                 checkpoint=checkpoint,
                 places=[{"num_cpus": 1}],

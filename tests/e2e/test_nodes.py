@@ -129,7 +129,7 @@ async def serving(config, models, folder):
     await placement.ready()
     versions = VersionServer(HOST, models.updates[0].path.parent)
     replica = await ReplicaClient.start(
-        replace(load_config(["trainer.router_replay=R3", "sync.route=broadcast"]), engine=config),
+        replace(load_config(["trainer.router_replay=R3", "sync.route=broadcast"]), engine=config).replica_settings,
         name="replica-0",
         checkpoint=models.paths[0],
         places=placement.replica(0),

@@ -275,7 +275,7 @@ async def test_a_replica_in_an_actor_has_the_variables_of_its_node_and_ends_with
     with monkeypatch.context() as driver:
         driver.setattr(torch.cuda, "is_available", lambda: True)  # as on a node that is not the replica's
         replica = await ReplicaClient.start(
-            replace(config, engine=VLLM, cluster=cluster_config),
+            replace(config, engine=VLLM, cluster=cluster_config).replica_settings,
             name="replica-0",
             checkpoint=save_checkpoint(qwen3_moe_config(), tmp_path / "model", seed=0),
             places=[{"num_cpus": 1}],

@@ -23,7 +23,7 @@ from async_rl.trainer.loss.ratios import TokenLogprobs, Trajectories
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.sampling_support import SamplingSupport
-from message_queue.training_sequence import RowRun, SampledRun, TrainingSequence
+from message_queue.training_sequence import RowRun, SampledRun, TeacherScores, TrainingSequence
 from tests.conformance.reference import watched_routers
 from tests.helpers import numerics
 from tests.helpers.groups import sets_of
@@ -47,10 +47,11 @@ def save_tiny_moe(directory: Path) -> Path:
     return save_checkpoint(qwen3_moe_config(rope_theta=1000.0), directory, seed=3)
 
 
-def make_batch(lengths=LENGTHS, *, seed=0, routed=True, layers=3, support=False):
+def make_batch(lengths=LENGTHS, *, seed=0, routed=True, layers=3, support=False, top_k=None, vocab=VOCAB):
     """A padded RL batch of random tokens, rewards and routing; the first tokens of each sequence are a prompt.
 
-    support: of most sampled tokens a random part of the vocabulary was kept.
+    support: of most sampled tokens a random part of the vocabulary was kept. top_k: most likely tokens of a random
+    teacher; the second sequence has none.
     """
     g = torch.Generator().manual_seed(seed)
     count, longest = len(lengths), max(lengths)
@@ -58,7 +59,7 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, layers=3, support=False)
     held = torch.arange(longest) < size.unsqueeze(1)
     mask = held & (torch.arange(longest) >= 4) & (torch.rand(count, longest, generator=g) > 0.2)
     batch = {
-        "token_ids": torch.randint(0, VOCAB, (count, longest), generator=g) * held,
+        "token_ids": torch.randint(0, vocab, (count, longest), generator=g) * held,
         "loss_mask": mask,
         "behaviour_logprobs": -torch.rand(count, longest, generator=g) * 4 - 1,
         "advantages": torch.randn(count, generator=g),
@@ -74,8 +75,19 @@ def make_batch(lengths=LENGTHS, *, seed=0, routed=True, layers=3, support=False)
         rows[~held] = -1
         rows[torch.arange(count), size - 1] = -1  # the last token was never forwarded
         batch["routed_experts"] = rows
+    if top_k is not None:
+        add_teacher(batch, torch.randn(count, longest, vocab, generator=g).log_softmax(-1), top_k=top_k)
+        batch["teacher_logprobs"][1] = torch.nan
     made = TensorDict(batch, batch_size=[count])
     return add_random_support(made, seed=seed) if support else made
+
+
+def add_teacher(batch, logprobs, *, top_k):
+    """Give the batch scores of a teacher with these logprobs [S, T, V]; row t is the distribution of token t."""
+    top = logprobs.topk(top_k) if top_k else None
+    batch["teacher_logprobs"] = logprobs.gather(-1, batch["token_ids"].unsqueeze(-1)).squeeze(-1).float()
+    if top is not None:
+        batch["teacher_ids"], batch["teacher_top"] = top.indices.int(), top.values.float()
 
 
 def add_random_support(batch, *, vocab=VOCAB, seed=0):
@@ -186,7 +198,13 @@ def _sequence(padded, number, *, now):
         rows = experts.clip(min=0).astype(np.uint8)
     if "behaviour_logprobs" in keys:
         logprobs = padded["behaviour_logprobs"][number, :length].numpy()[mask]
+    teacher = None
+    if "teacher_logprobs" in keys and not padded["teacher_logprobs"][number].isnan().all():
+        names = ("teacher_logprobs", "teacher_ids", "teacher_top")
+        logprobs_, ids, top = (padded[n][number, :length].numpy()[mask] if n in keys else None for n in names)
+        teacher = TeacherScores(logprobs=logprobs_, ids=ids, top_logprobs=top)
     return TrainingSequence(
+        teacher=teacher,
         token_ids=padded["token_ids"][number, :length].numpy().astype(np.int32),
         runs=_sampled_runs(positions, (now - lag[mask]).astype(np.int32)),
         logprobs=logprobs,
@@ -236,6 +254,7 @@ def start_trainer(
     fused=False,
     old_policy=None,
     critic=None,
+    teaches=None,
     **changes,
 ):
     """A trainer rank with the settings of TRAINER but for `changes`; fused: of the layers in fused_layers.py."""
@@ -257,6 +276,7 @@ def start_trainer(
             recorder=recorder,
             old_policy=old_policy,
             critic=critic,
+            teaches=teaches,
         )
 
 

@@ -29,19 +29,21 @@ from async_rl.inference.gate import InflightRequest, KVPolicy, until_finished
 from async_rl.inference.loads import RankLoad
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica
+from async_rl.inference.scores import ScoreRequest, check_score
 from async_rl.inference.sglang.config import (
     FORCED_FAMILIES,
     SglangConfig,
     check_engine,
 )
 from async_rl.inference.sglang.ids import PrefixFreeIds
-from async_rl.inference.sglang.segment import check_generate, generate_body, to_segments
+from async_rl.inference.sglang.segment import check_generate, generate_body, score_body, to_scores, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import first_load, reported_load, staged_load
 from async_rl.weights.model_info import ModelInfo
 from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import AnswerError, ContractError, EngineError
 from message_queue.tokens import TokenOutput, WeightVersion
+from message_queue.training_sequence import TeacherScores
 
 __all__ = ["SglangBackend", "SglangConfig", "SglangReplica", "check_engine", "start_sglang"]
 
@@ -93,20 +95,8 @@ class SglangBackend(EngineBackend):
     ) -> list[TokenOutput]:
         """Decode a request; it stays inside SGLang from start to end."""
         body = generate_body(request, info=self._info, routing=self._routing)
-        what = f"{self._name}: request {inflight.request_id}"
-        with self._ids.reserve(inflight.request_id):
-            try:
-                answer = await self.server.post("/generate", body)
-            except asyncio.CancelledError:
-                self._abandon(inflight.request_id)
-                raise
-            except CallError as error:
-                kind = AnswerError if SUPPORT_REFUSED in str(error).lower() else EngineError
-                raise kind(f"{what} was refused: {error}") from error
-            except aiohttp.ClientError as error:
-                raise await self.engine_error(error, what) from error
         return to_segments(
-            answer,
+            await self._generated(inflight.request_id, body),
             request=request,
             info=self._info,
             routing=self._routing,
@@ -114,6 +104,27 @@ class SglangBackend(EngineBackend):
             loaded=loaded.by_label,
             replica=self._name,
         )
+
+    async def _generated(self, request_id: str, body: dict[str, Any]) -> Any:
+        """Answer of /generate."""
+        what = f"{self._name}: request {request_id}"
+        with self._ids.reserve(request_id):
+            try:
+                return await self.server.post("/generate", body)
+            except asyncio.CancelledError:
+                self._abandon(request_id)
+                raise
+            except CallError as error:
+                kind = AnswerError if SUPPORT_REFUSED in str(error).lower() else EngineError
+                raise kind(f"{what} was refused: {error}") from error
+            except aiohttp.ClientError as error:
+                raise await self.engine_error(error, what) from error
+
+    async def score(self, request: ScoreRequest) -> TeacherScores:
+        """See `EngineBackend.score`."""
+        check_score(request, info=self._info, max_model_len=self._config.max_model_len)
+        answer = await self._generated(request.request_id, score_body(request))
+        return to_scores(answer, request=request, info=self._info)
 
     def _abandon(self, request_id: str) -> None:
         """Abort a request in the server; the cancelled caller does not wait for it."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from agent_loop.engine import GenerateRequest
 from async_rl.inference.checks import Answer, check_request, checked_segments, numbers
+from async_rl.inference.scores import ScoreRequest, checked_scores
 from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
@@ -20,6 +21,7 @@ from message_queue.tokens import (
     RoutingSpec,
     TokenOutput,
 )
+from message_queue.training_sequence import TeacherScores
 
 FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; the plugin reads it
 
@@ -103,6 +105,44 @@ def to_segments(
         kept=_field(meta, "output_token_sampling_mask", list) if cut else None,
     )
     return checked_segments(whole, request=request, info=info, routing=routing, **context)
+
+
+def score_body(request: ScoreRequest) -> dict[str, Any]:
+    """Body of /generate for the logprobs of a prompt, without a sampled token."""
+    return {
+        "rid": request.request_id,
+        "input_ids": request.token_ids.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+        "logprob_start_len": request.first - 1,  # the first entry has no logprob
+        "top_logprobs_num": request.top_k,
+    }
+
+
+def to_scores(answer: Any, *, request: ScoreRequest, info: ModelInfo) -> TeacherScores:
+    """Check the input logprobs of an answer of /generate. SGLang names the last id of the vocabulary 0 in them.
+
+    Raises:
+        ContractError: the request was aborted, or the answer does not fit it.
+    """
+    meta: Any = _field(answer, "meta_info", dict)
+    entries = _field(meta, "input_token_logprobs", list)[1:]
+    logprobs, ids = _columns(entries, "input_token_logprobs")
+    if len(ids) == len(wanted := request.token_ids[request.first :]):
+        ids = np.where((ids == 0) & (wanted == info.vocab_size - 1), wanted, ids)
+    top = None
+    if request.top_k:
+        rows = _field(meta, "input_top_logprobs", list)[1:]
+        columns = _columns([entry for row in rows for entry in row or ()], "input_top_logprobs")
+        if len(columns[0]) == len(rows) * request.top_k:  # else checked_scores refuses it
+            columns = tuple(column.reshape(-1, request.top_k) for column in columns)
+        top = columns[1], columns[0]
+    return checked_scores(ids, logprobs, top=top, request=request)
+
+
+def _columns(entries: list[Any], field: str) -> tuple[NDArray[Any], ...]:
+    """Logprobs [n] and ids [n] of n entries (logprob, id, text)."""
+    return tuple(numbers([entry[i] for entry in entries], dtype, field) for i, dtype in enumerate((float, np.int32)))
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:

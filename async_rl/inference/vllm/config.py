@@ -242,6 +242,7 @@ def engine_args(
         "seed": config.seed,
         "worker_extension_cls": "async_rl.inference.vllm.worker.LoadsUpdates",
         "logprobs_mode": "processed_logprobs",  # logprobs of the distribution that was sampled from
+        "max_logprobs": -1,  # a teacher returns as many as distillation.top_k
         "enable_return_routed_experts": capture_routing,
         "return_sampling_mask": capture_support,
         "skip_tokenizer_init": True,  # token ids in, token ids out

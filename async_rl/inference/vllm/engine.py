@@ -22,6 +22,7 @@ from async_rl.inference.gate import InflightRequest, KVPolicy
 from async_rl.inference.loads import RankLoad, first_weights
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import EngineReplica
+from async_rl.inference.scores import ScoreRequest, check_score
 from async_rl.inference.spans import continued, joined
 from async_rl.inference.vllm.config import (
     ServedModel,
@@ -38,11 +39,19 @@ from async_rl.inference.vllm.process import (
     start_engine,
     stop_engine,
 )
-from async_rl.inference.vllm.segment import cache_salt, recorded_rows, sampling_params, to_segments
+from async_rl.inference.vllm.segment import (
+    cache_salt,
+    recorded_rows,
+    sampling_params,
+    score_params,
+    to_scores,
+    to_segments,
+)
 from async_rl.weights.digest import WeightsDigest
 from async_rl.weights.transport import WeightUpdate
 from message_queue.errors import ContractError, EngineError, ReplicaLostError
 from message_queue.tokens import RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.training_sequence import TeacherScores
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -141,6 +150,16 @@ class VllmBackend(EngineBackend):
             raise
         except Exception as error:
             raise await self.engine_error(error, f"{self._name}: request {request_id}") from error
+
+    async def score(self, request: ScoreRequest) -> TeacherScores:
+        """See `EngineBackend.score`. vLLM samples one more token, which is left out."""
+        max_model_len: int = self.engine.model_config.max_model_len
+        check_score(request, info=self._model.info, max_model_len=max_model_len)
+        prompt: Any = {"type": "token", "prompt_token_ids": request.token_ids.tolist()}
+        inflight = InflightRequest(request.request_id)
+        return to_scores(
+            await self._output(request.request_id, inflight, prompt, score_params(request)), request=request
+        )
 
     # ---- control
 

@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from agent_loop.engine import GenerateRequest
 from async_rl.compat import FORCED_EXPERTS
 from async_rl.inference.checks import Answer, checked_segments
+from async_rl.inference.scores import ScoreRequest, checked_scores
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
-from message_queue.tokens import (
-    RoutedExperts,
-    RoutingSpec,
-    TokenOutput,
-)
+from message_queue.tokens import RoutedExperts, RoutingSpec, TokenOutput
+from message_queue.training_sequence import TeacherScores
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -103,6 +101,38 @@ def to_segments(output: RequestOutput, **context: Any) -> list[TokenOutput]:
         kept=None if mask is None else mask.token_ids,
     )
     return checked_segments(answer, **context)
+
+
+def score_params(request: ScoreRequest) -> SamplingParams:
+    """vLLM's parameters for the logprobs of a prompt; they are over the whole vocabulary at temperature 1."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=request.top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def to_scores(output: RequestOutput, *, request: ScoreRequest) -> TeacherScores:
+    """Check the prompt logprobs of a finished output; of each position the token itself, then the most likely ones.
+
+    Raises:
+        ContractError: the request was aborted, or the answer does not fit it.
+    """
+    found: Any = output.prompt_logprobs
+    tokens, width = len(request.token_ids), request.top_k + 1
+    if found is None or len(found) != tokens or len(found.token_ids) != (tokens - 1) * width:
+        raise ContractError(f"the engine's prompt_logprobs are not of {tokens} tokens with {width} entries each")
+    ids, logprobs = (
+        np.asarray(column).reshape(-1, width)[request.first - 1 :] for column in (found.token_ids, found.logprobs)
+    )
+    top = (ids[:, 1:], logprobs[:, 1:]) if request.top_k else None
+    return checked_scores(ids[:, 0], logprobs[:, 0], top=top, request=request)
 
 
 def _top_k(request: GenerateRequest, info: ModelInfo) -> int:

@@ -6,11 +6,13 @@ The arrays of a segment of 3 tokens with rows 6..8 of 2 MoE layers and top-2 (ui
     int32[3]    float32[3]  int32[3]       uint8[3, 2, 2]      uint8[5]
     12 bytes    12 bytes    12 bytes       12 bytes            5 bytes
 
-All are little endian. Tokens that no policy sampled are int32[n]; a call, a fork and an end have no arrays.
+All are little endian. Tokens that no policy sampled are int32[n]; a call, a fork and an end have no arrays. The scores
+of a teacher have for each sequence logprobs float32[n], ids int32[n, k] and their logprobs float32[n, k].
 """
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +25,9 @@ import numpy as np
 from message_queue.sampling_support import SamplingSupport
 from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import Int32Array, RoutedExperts, StopReason, TokenOutput, WeightVersion
+from message_queue.training_sequence import TeacherScores, TrajectoryScores
 
-FORMAT = 4  # 3 had no agents
+FORMAT = 5  # 4 had no scores
 APPLICATION_ID = 0x41524C43  # "ARLC", in the header of the index
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
@@ -78,9 +81,19 @@ class TrajectoryClosed:
     """Numbers that the agent loop or the task noted."""
     forks: Mapping[int, int] = field(default_factory=dict[int, int])
     """Number of each fork -> its tokens, shared ones included."""
+    awaits_scores: bool = False
+    """Whether a teacher scores the trajectory; its `Scored` follows."""
 
 
-RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | Forked | TrajectoryClosed
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scored:
+    """A teacher scored the closed trajectory."""
+
+    scores: TrajectoryScores
+    """Of each sequence."""
+
+
+RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | Forked | TrajectoryClosed | Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,8 +109,8 @@ class RolloutRecord:
     at: int
     """Tokens that the path held before; those that it shares if this is its start."""
     what: RolloutStep
-    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, the start of a fork, or the
-    end."""
+    """int32 [n] tokens that no policy sampled, a segment with its rows, a call outside, the start of a fork, the end,
+    or the scores after it."""
     path: int = 0
     """Number of the path; 0 is the root."""
 
@@ -118,7 +131,7 @@ class IndexRow(NamedTuple):
     at: int
     """Tokens that the path held before."""
     kind: str
-    """observation, segment, call, forked or closed."""
+    """observation, segment, call, forked, closed or scored."""
     fields: bytes
     """The small fields, msgpack."""
     file: int
@@ -174,6 +187,8 @@ def encode(what: RolloutStep) -> tuple[str, bytes, list[memoryview]]:
             return "forked", msgspec.msgpack.encode(what), []
         case TrajectoryClosed():
             return "closed", msgspec.msgpack.encode(what), []
+        case Scored():
+            return "scored", *_encode_scores(what)
         case _:
             return "observation", b"", [_raw(what, "<i4")]
 
@@ -195,6 +210,8 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
             return msgspec.msgpack.decode(row.fields, type=Forked)
         case "closed":
             return msgspec.msgpack.decode(row.fields, type=TrajectoryClosed)
+        case "scored":
+            return _decode_scores(msgspec.msgpack.decode(row.fields, type=list[tuple[int, int] | None]), arrays)
         case _:
             raise ValueError(f"no record has the kind {row.kind!r}")
 
@@ -278,6 +295,39 @@ def _decode_segment(fields: _Segment, arrays: memoryview) -> TokenOutput:
         replica=fields.replica,
         support=support,
     )
+
+
+def _encode_scores(scored: Scored) -> tuple[bytes, list[memoryview]]:
+    """(tokens, k) of each sequence, and the arrays."""
+    fields = [None if each is None else (len(each), each.top_k) for each in scored.scores]
+    arrays = [
+        _raw(array, dtype)
+        for each in scored.scores
+        if each is not None
+        for array, dtype in ((each.logprobs, "<f4"), (each.ids, "<i4"), (each.top_logprobs, "<f4"))
+        if array is not None
+    ]
+    return msgspec.msgpack.encode(fields), arrays
+
+
+def _decode_scores(fields: list[tuple[int, int] | None], arrays: memoryview) -> Scored:
+    at = 0
+
+    def take(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        nonlocal at
+        array = np.frombuffer(arrays, dtype, count=math.prod(shape), offset=at).reshape(shape)
+        at += array.nbytes
+        return array
+
+    scores: list[TeacherScores | None] = []
+    for each in fields:
+        if each is None:
+            scores.append(None)
+            continue
+        logprobs = take("<f4", each[:1])
+        ids, top = (take("<i4", each), take("<f4", each)) if each[1] else (None, None)
+        scores.append(TeacherScores(logprobs=logprobs, ids=ids, top_logprobs=top))
+    return Scored(scores=tuple(scores))
 
 
 def _raw(array: np.ndarray, dtype: str) -> memoryview:

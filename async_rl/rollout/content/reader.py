@@ -39,6 +39,7 @@ from async_rl.rollout.content.format import (
     Forked,
     IndexRow,
     RolloutRecord,
+    Scored,
     TrajectoryClosed,
     data_path,
     decode,
@@ -211,14 +212,21 @@ def _read_record(row: IndexRow, file: Path) -> RolloutRecord:
 
 
 def _rebuild(trajectory: Trajectory, records: list[_Numbered]) -> int:
-    """Append the numbered records; how many do not follow the ones before."""
-    current, gone = _current([record for _, record in sorted(records, key=_order)])
+    """Append the numbered records; how many do not follow the ones before.
+
+    Scores are of the end that their hand-out knew; those of a hand-out before that of the end are left out.
+    """
+    ordered = [record for _, record in sorted(records, key=_order)]
+    current, gone = _current([record for record in ordered if not isinstance(record.what, Scored)])
     left = 0
     for record in current:
         if isinstance(record.what, Forked) and record.what.parent in gone:
             gone.add(record.path)
         if record.path not in gone and not _append(trajectory, record):
             left += 1
+    for record in ordered if trajectory.awaits_scores else ():
+        if isinstance(record.what, Scored) and record.handout >= current[-1].handout:
+            trajectory.add_scores(record.what.scores)
     return left
 
 
@@ -274,6 +282,9 @@ def _append(trajectory: Trajectory, record: RolloutRecord) -> bool:
             trajectory.close(
                 stop_reason=what.stop_reason, reward=what.reward, info=dict(what.info), rewards=what.rewards
             )
+            trajectory.awaits_scores = what.awaits_scores
+        case Scored():
+            return False
         case _:
             path.observe(what)
     return True

@@ -41,7 +41,9 @@ from message_queue.training_sequence import (
     GroupContent,
     RowRun,
     SampledRun,
+    TeacherScores,
     TrainingSequence,
+    joined_scores,
 )
 
 
@@ -60,6 +62,8 @@ class LossTokens(NamedTuple):
     """int64 [n], staleness in optimizer steps in the mini-batch that trains the sequence."""
     exact: BoolArray
     """bool [n], exact as defined at the top of this module."""
+    teacher: TeacherScores | None
+    """n scores of a teacher, those of `TeacherScores.absent` without one; None if no token of the sequences has one."""
 
     @property
     def pure(self) -> BoolArray:
@@ -204,7 +208,9 @@ class TrainingBatch:
         exact = positions <= ends.repeat(tokens)
         logprobs = np.concatenate([np.zeros(0, np.float32), *(sequence.logprobs for sequence in sequences)])
         counts = np.bincount(of[kept], minlength=len(sequences))
-        return LossTokens(positions[kept], logprobs[kept], lag[kept], exact[kept]), counts
+        teacher = joined_scores(sequences)
+        taught = None if teacher is None else teacher.take(kept)
+        return LossTokens(positions[kept], logprobs[kept], lag[kept], exact[kept], taught), counts
 
     def of_update(self, update: int) -> TrainingBatch:
         """The batch with the tokens alone that weights of `update` optimizer updates sampled.
@@ -337,7 +343,7 @@ def _prefixes(heads: Sequence[GroupHead], *, of_group: Int64Array) -> list[Prefi
 
 
 def first_tokens(sequence: TrainingSequence, length: int) -> TrainingSequence:
-    """The first `length` tokens of a sequence; they end before or after a sampled run, not in it."""
+    """The first `length` tokens of a sequence, without scores; they end before or after a sampled run, not in it."""
 
     def before(runs: Sequence[SampledRun]) -> tuple[SampledRun, ...]:
         return tuple(run for run in runs if run.start < length)
@@ -356,6 +362,7 @@ def first_tokens(sequence: TrainingSequence, length: int) -> TrainingSequence:
         ),
         support=None if sequence.support is None else sequence.support.take(np.arange(length)),
         shared=before(sequence.shared),
+        teacher=None,
     )
 
 

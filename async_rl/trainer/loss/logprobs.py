@@ -79,7 +79,7 @@ class _LogprobEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         local, elsewhere = layer.local(targets)
         logits, found = hidden, list[tuple[Tensor, ...]]()
-        for part in _parts(hidden, weight):
+        for part in row_parts(hidden, weight):
             logits = F.linear(hidden[part], weight)
             found += _sums(logits, local[part], temperature=temperature, with_entropy=with_entropy)
         top, chosen, total, moment = (torch.cat(columns) for columns in zip(*found, strict=True))
@@ -106,16 +106,16 @@ class _LogprobEntropy(torch.autograd.Function):
         zeros = torch.zeros_like(entropy)
         of_logprob, of_entropy = (zeros if g is None else g for g in (grad_logprob, grad_entropy))
         of_target = of_logprob.masked_fill(elsewhere, 0.0)
-        parts = _parts(hidden, weight)
+        parts = row_parts(hidden, weight)
 
         def of_logits() -> Iterable[Tensor]:
             for part in parts:
                 logits = last_logits if part is parts[-1] else F.linear(hidden[part], weight)
                 gradient = torch.empty_like(logits)
                 each = (normaliser, local, entropy, of_logprob, of_entropy, of_target)
-                columns = (_rows_of(x[part], logits) for x in each)
+                columns = (rows_of(x[part], logits) for x in each)
                 for z, out, shift, at, mean, by_logprob, by_entropy, by_target in zip(
-                    _rows_of(logits, logits), _rows_of(gradient, logits), *columns, strict=True
+                    rows_of(logits, logits), rows_of(gradient, logits), *columns, strict=True
                 ):
                     log_probs = torch.sub(z, shift.unsqueeze(-1)).div_(ctx.temperature)
                     probs = log_probs.exp()
@@ -127,7 +127,7 @@ class _LogprobEntropy(torch.autograd.Function):
                     out.copy_(z_grad.div_(ctx.temperature))
                 yield gradient
 
-        of_hidden, of_weight = _through_layer(of_logits(), parts, hidden, weight, frozen=not ctx.needs_input_grad[1])
+        of_hidden, of_weight = through_layer(of_logits(), parts, hidden, weight, frozen=not ctx.needs_input_grad[1])
         return of_hidden, of_weight, None, None, None, None
 
 
@@ -136,7 +136,7 @@ def _sums(
 ) -> Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield for some of the rows at a time, with y = (z - top) / temperature: top, y of `chosen`, sum of exp(y), sum
     of y exp(y), float32 [rows] each."""
-    for z, at in zip(_rows_of(logits, logits), _rows_of(chosen, logits), strict=True):
+    for z, at in zip(rows_of(logits, logits), rows_of(chosen, logits), strict=True):
         top = z.amax(-1).float()
         y = torch.sub(z, top.unsqueeze(-1)).div_(temperature)
         exp = y.exp()
@@ -144,7 +144,7 @@ def _sums(
         yield top, y.gather(-1, at.unsqueeze(-1)).squeeze(-1), exp.sum(-1), moment
 
 
-def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
+def row_parts(hidden: Tensor, weight: Tensor) -> list[slice]:
     """Parts of the rows of hidden states [n, H], whose logits exist at one time; at least one part.
 
     ELEMENTS_AT_ONCE logits are enough to be fast on a CPU. Each part reads the weight and adds to its gradient. With
@@ -154,12 +154,12 @@ def _parts(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, min(start + rows, len(hidden))) for start in range(0, max(1, len(hidden)), rows)]
 
 
-def _rows_of(values: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
+def rows_of(values: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     """Split a tensor with one entry per row of logits, so that their arithmetic in float32 needs little memory."""
     return values.split(max(1, ELEMENTS_AT_ONCE // logits.shape[1]))
 
 
-def _through_layer(
+def through_layer(
     of_logits: Iterable[Tensor], parts: Sequence[slice], hidden: Tensor, weight: Tensor, *, frozen: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of hidden states and weight, None if it is frozen, from the gradient of the logits of each part."""
@@ -271,7 +271,7 @@ class _KeptLogits(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, columns)
         ctx.kept = kept
         found: list[Tensor] = []
-        for part in _parts(hidden, weight):
+        for part in row_parts(hidden, weight):
             _, places = kept.places(part, columns, width=len(weight))
             found.append(F.linear(hidden[part], weight).flatten()[places])
         return torch.cat(found)
@@ -279,7 +279,7 @@ class _KeptLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, columns = ctx.saved_tensors
-        parts = _parts(hidden, weight)
+        parts = row_parts(hidden, weight)
 
         def of_logits() -> Iterable[Tensor]:
             for part in parts:
@@ -288,7 +288,7 @@ class _KeptLogits(torch.autograd.Function):
                 # Tokens of other ranks share the place of column 0, and add 0.
                 yield out.index_add_(0, places, gradient[tokens]).view(-1, len(weight))
 
-        of_hidden, of_weight = _through_layer(of_logits(), parts, hidden, weight, frozen=not ctx.needs_input_grad[1])
+        of_hidden, of_weight = through_layer(of_logits(), parts, hidden, weight, frozen=not ctx.needs_input_grad[1])
         return of_hidden, of_weight, None, None
 
 

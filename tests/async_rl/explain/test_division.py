@@ -40,6 +40,7 @@ CASES = {
     "slots": [generate(AT, END, tokens=QUEUED), *beside(30, QUEUED)],
     "tools": [generate(AT, 112, tokens=190), span("tool", 112, END, process="worker-0", group=1, trajectory=0)],
     "reward": [generate(AT, 112, tokens=190), span("reward", 112, END, process="worker-0", group=1, trajectory=0)],
+    "teacher": [generate(AT, 112, tokens=190), span("score", 112, END, process="worker-0", group=1, trajectory=0)],
     "publish": [generate(AT, END, tokens=380), span("pause", 112, 128, process="replica-0", version=1)],
     "publish, of tools": [generate(AT, 112, tokens=190), span("pause", 112, END, process="replica-0", version=1)],
     "repeat": [generate(AT, 112, tokens=190, aborted=True), generate(112, END, tokens=190)],

@@ -70,7 +70,7 @@ class FakeWorker(InProcess):
         rollouts = [ValidationRollout(reward=float(prompt.index), tokens=place, **same) for place, prompt in prompts]
         return rollouts, [TimeSpan("validation", "validation 0", 0.0, 1.0, {"round": number})]
 
-    async def follow(self, replicas):
+    async def follow(self, replicas, *, teacher=None):
         self._answer("follow", [replica.name for replica in replicas])
 
     async def adopt(self, tools_paused, avoided):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from tests.helpers import numerics
+from tests.helpers.thread_group import ThreadGroup
 
 pytestmark = [pytest.mark.numerics, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -119,27 +120,6 @@ def test_a_frozen_output_layer_has_no_gradient(case):
         ours = hidden.clone().requires_grad_()
         total(case.ours(ours, weight.clone().requires_grad_(not frozen))).backward()
         assert_near((ours.grad,), lambda *given: case.gradients(*given)[:1], (hidden, weight))
-
-
-class ThreadGroup:
-    """Ranks of a group as threads of one process."""
-
-    def __init__(self, size):
-        self.parts, self.size_, self.barrier = [None] * size, size, threading.Barrier(size)
-        self.local = threading.local()
-
-    def size(self):
-        return self.size_
-
-    def rank(self):
-        return self.local.rank
-
-    def all_reduce(self, tensor, op=dist.ReduceOp.SUM, group=None):
-        self.parts[self.rank()] = tensor.clone()
-        self.barrier.wait()
-        stacked = torch.stack(self.parts)
-        self.barrier.wait()
-        tensor.copy_(stacked.amax(0) if op == dist.ReduceOp.MAX else stacked.sum(0))
 
 
 @both_cases

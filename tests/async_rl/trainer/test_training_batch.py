@@ -84,7 +84,8 @@ def test_a_training_batch_has_the_types_and_shapes_it_documents():
     for name in ("lengths", "num_loss_tokens", "trajectory", "mini_batch"):
         assert (str(getattr(batch, name).dtype), getattr(batch, name).shape) == ("int64", (2,))
     assert [str(column.dtype) for column in (batch.advantages, batch.informative)] == ["float32", "bool"]
-    assert [str(part.dtype) for part in batch.loss_tokens(0)] == ["int64", "float32", "int64", "bool"]
+    assert [str(part.dtype) for part in batch.loss_tokens(0)[:4]] == ["int64", "float32", "int64", "bool"]
+    assert batch.loss_tokens(0).teacher is None
     assert batch.lengths.tolist() == [11, 3]
     assert batch.num_loss_tokens.tolist() == [6, 1]
     assert batch.index.tolist() == [[0, 0, 0], [1, 0, 0]]
