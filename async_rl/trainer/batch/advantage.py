@@ -13,6 +13,7 @@ only the trainer knows the KL of a token (`BatchRewards.with_kl`).
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from agent_loop.bounds import bounded
 from message_queue.heads import GroupHead
 
 _VARIANCE_EPSILON = 1e-8  # of REINFORCE++, as in verl and OpenRLHF
+MAX_PROMPTS = 1 << 17  # about 10 MB in a checkpoint
 _SPREAD = 1e-6  # smaller reward differences count as equal
 
 
@@ -156,6 +158,8 @@ class BatchRewards:
 class PromptValues:
     """Expected reward of each prompt and agent, which the baseline of a run keeps; exact after a restart.
 
+    Of more than MAX_PROMPTS, those without a reward for the longest time are forgotten.
+
     Args:
         config: baseline with `tracks_prompts`.
         state: `state` of the run before.
@@ -196,8 +200,10 @@ class PromptValues:
             for agent in {agent for _, agent, _ in seen}
         }
         for name, agent, reward in seen:
-            known = self.state.get(name)
+            known = self.state.pop(name, None)  # the newest are at the end
             self.state[name] = self._config.observe(known, reward, update=update, start=start[agent])
+        for name in list(itertools.islice(self.state, max(0, len(self.state) - MAX_PROMPTS))):
+            del self.state[name]
 
 
 def _agents(head: GroupHead) -> set[str]:

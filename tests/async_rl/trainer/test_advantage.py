@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from agent_loop.loop import Message, Prompt
 from async_rl.controller.checkpoints import RunState
+from async_rl.trainer.batch import advantage
 from async_rl.trainer.batch.advantage import Advantages, PromptValues, batch_rewards
 from async_rl.trainer.batch.baselines import SPO, Contrastive
 from async_rl.trainer.batch.training_batch import training_batch
@@ -217,6 +218,14 @@ def test_the_expected_reward_of_a_prompt_is_that_of_its_formula_and_survives_a_r
             count = count * min(max(2 ** (-(update - last) / 20.0), 0.5), 0.9) + 1
             plain[key] = (value + (quarter / 4 - value) / count, count, update)
         assert {key: values.state[f"{key}/policy"] for key in plain} == plain
+
+
+def test_the_prompts_without_a_reward_for_the_longest_time_are_forgotten(monkeypatch):
+    monkeypatch.setattr(advantage, "MAX_PROMPTS", 3)
+    values = PromptValues(SPO(), {})
+    for number, prompts in enumerate([[0, 1, 2], [0, 3], [4, 0]]):
+        values.observe(*singles([1.0] * len(prompts), first=3 * number, prompts=prompts), update=number)
+    assert list(values.state) == ["p3/policy", "p4/policy", "p0/policy"]
 
 
 def test_equal_prompts_have_one_key_at_all_places_of_the_source():
