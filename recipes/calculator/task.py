@@ -131,6 +131,7 @@ class CalculatorTask(Task):
         gate: PauseGate | None = None,
     ) -> AgentLoop:
         """Build the multi-turn tool-use loop with the calculator; see `Task.build_loop`."""
+        assert self.reward is not None
         calculator = Calculator(latency=self._config.latency, seed=self._seed)
         return ToolUseLoop(
             engine=engine,
@@ -138,7 +139,7 @@ class CalculatorTask(Task):
             tools=ToolRunner(
                 [calculator], timeout_s=limits.tool_timeout_s, gate=gate, error_text=lambda _cause: ERROR_TEXT
             ),
-            reward=ExactAnswer(),
+            reward=self.reward,
             limits=limits,
             sampling=sampling,
         )

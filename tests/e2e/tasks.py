@@ -10,7 +10,6 @@ import numpy as np
 from agent_loop.chat import Chat
 from agent_loop.decoder import SegmentDecoder, budget_left, observe_prompt
 from message_queue.tokens import StopReason
-from recipes.calculator import task
 from recipes.calculator.task import CalculatorConfig, CalculatorTask, build_chat
 from recipes.calculator.tokenizer import END_OF_TURN
 from tests.helpers.agents import LossyNetwork, RandomAgent, over_http
@@ -72,10 +71,14 @@ class TurnsTask(CalculatorTask):
         return Turns(engine=engine, chat=chat, limits=limits, sampling=sampling, turns=self._turns)
 
 
-def parity_task(options, *, seed):
+class ParityTask(CalculatorTask):
     """The calculator task with the reward `EvenLength`."""
-    task.ExactAnswer = EvenLength
-    return CalculatorTask(CalculatorConfig(**options), seed=seed)
+
+    reward = EvenLength()
+
+
+def parity_task(options, *, seed):
+    return ParityTask(CalculatorConfig(**options), seed=seed)
 
 
 def slow_turns(may_end):
@@ -170,7 +173,7 @@ def agent_task(options, *, seed):
     return AgentTask(CalculatorConfig(), seed=seed)
 
 
-class TaughtTask(CalculatorTask):
+class TaughtTask(ParityTask):
     """Prompts of the teachers even and odd, and of none, in turn."""
 
     def train_prompt(self, index):
@@ -178,6 +181,4 @@ class TaughtTask(CalculatorTask):
 
 
 def taught_task(options, *, seed):
-    """The task of TaughtTask with the reward `EvenLength`."""
-    task.ExactAnswer = EvenLength
     return TaughtTask(CalculatorConfig(**options), seed=seed)
