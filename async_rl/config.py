@@ -992,7 +992,7 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
             "their defaults"
         )
     if loss.count == "informative":
-        yield ("loss.count is informative with teachers, whose term is on all tokens; set loss.count=all")
+        yield "loss.count is informative with teachers, whose term is on all tokens; set loss.count=all"
     if distillation.kl == "reverse" and distillation.top_k != DistillationConfig().top_k:
         yield (
             f"distillation.top_k is {distillation.top_k} with distillation.kl=reverse, which needs the sampled token "

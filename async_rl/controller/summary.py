@@ -48,6 +48,9 @@ def _lines(config: RunConfig) -> Iterator[tuple[str, str]]:
         f"expert {engine.expert_parallel}; {engine.dtype}, "
         f"max_model_len={engine.max_model_len}",
     )
+    for name, teacher in config.teachers.items():
+        served = f"{teacher.engine.name}, {teacher.engine.replicas} replicas; {teacher.engine.dtype}"
+        yield "teacher", f"{name}: {teacher.checkpoint}, {served}, kl={config.distillation.kl}"
     yield (
         "batch",
         f"{rollout.groups_per_batch} groups x {rollout.trajectories_per_group} trajectories, "

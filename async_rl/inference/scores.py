@@ -16,7 +16,7 @@ from message_queue.training_sequence import TeacherScores
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreRequest:
-    """Tokens of which an engine returns the logprobs, over the whole vocabulary and at temperature 1."""
+    """Tokens whose logprobs an engine returns, over the whole vocabulary and at temperature 1."""
 
     request_id: str
     """Unique while in flight; no id is a prefix of another."""

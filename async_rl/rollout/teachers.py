@@ -117,7 +117,7 @@ class Teachers:
         """Name of the teacher of a prompt; None if it has none.
 
         Raises:
-            PromptError: there is no such teacher, or the prompt does not say which of several.
+            PromptError: there is no such teacher, or the prompt names none of several.
         """
         try:
             return teacher_of(prompt, self._configs)
@@ -213,7 +213,7 @@ def teacher_of(prompt: Prompt, teachers: Mapping[str, TeacherConfig]) -> str | N
     """Name of the teacher of a prompt: the one that it names, else the only one; None for NO_TEACHER, or without any.
 
     Raises:
-        ValueError: there is no such teacher, or the prompt does not say which of several.
+        ValueError: there is no such teacher, or the prompt names none of several.
     """
     if not teachers or prompt.teacher == NO_TEACHER:
         return None
