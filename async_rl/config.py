@@ -11,11 +11,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, field, fields, is_dataclass, replace
+from dataclasses import asdict, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import median_low
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, cast
 
 import yaml
 from annotated_types import Ge, Gt
@@ -33,9 +33,9 @@ from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
 from agent_loop.programs.endpoint.config import EndpointConfig
 from async_rl.files.command import prog
+from async_rl.files.config_classes import unknown_keys, with_absolute_paths, with_defaults
 from async_rl.files.masking import MASK, hidden, masked
 from async_rl.files.rollouts import RecordConfig
-from async_rl.files.user_code import user_class
 from async_rl.files.validation import explain
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.publisher import OnUpdate, SyncMode
@@ -61,12 +61,13 @@ from message_queue.journal import JournalConfig
 from message_queue.policies import StalenessConfig
 from message_queue.trajectory import ResumeRouting
 
-Config = TypeVar("Config")
 _PACKAGE = Path(__file__).resolve().parent
 _FILES = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # an installed wheel or a checkout
 CONFIGS, RECIPES = _FILES / "configs", _FILES / "recipes"
 SYNCHRONOUS, MAX_STALENESS = "staleness=synchronous", "staleness.max_staleness="
 """An override that fixes the bound on staleness, and the start of those that set it."""
+GROUP_SIZES = ("rollout.groups_per_batch=", "rollout.trajectories_per_group=")
+"""Starts of the overrides that a preset of `configs/algorithm` has too."""
 SHARED_BY_TEACHERS = ("name", "device", "dtype")
 """Fields of `engine` that the engine of a teacher has too if it does not give them."""
 _FIELD = re.compile(r"(?!hydra\b)\w+(\.\w+)*")  # name of a field in an override
@@ -486,10 +487,14 @@ def composed_values(
         for teacher in (given.get("teachers") or {}).values():
             if isinstance(teacher, dict) and isinstance(checkpoint := teacher.get("checkpoint"), str):
                 teacher["checkpoint"] = _local(checkpoint)
-        whole = OmegaConf.create(_with_defaults(RunConfig, given))
+        whole = OmegaConf.create(with_defaults(RunConfig, given))
         return cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True, throw_on_missing=True))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _model_choice(overrides: Sequence[str], config_dir: Path) -> list[str]:
@@ -523,7 +528,8 @@ def recipe_overrides(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
     """Overrides of a `recipe.yaml`, with its list `tiny_model` if no checkpoint is given.
 
     Args:
-        overrides: given next to the recipe. With `staleness=synchronous` the recipe's own bound is left out.
+        overrides: given next to the recipe. With `staleness=synchronous` the recipe's own bound is left out, and with
+            `algorithm=NAME` its sizes of groups and batches, because an algorithm has its own.
 
     Raises:
         ConfigError: no such file, or one without a list of overrides.
@@ -536,7 +542,10 @@ def recipe_overrides(recipe: Path, overrides: Sequence[str] = ()) -> list[str]:
             f"--recipe: {recipe} is not a recipe with a list `overrides` ({error!r}); use one of "
             f"{', '.join(sorted(path.parent.name for path in RECIPES.glob('*/recipe.yaml')))}"
         ) from error
-    return [str(each) for each in own if not (SYNCHRONOUS in overrides and str(each).startswith(MAX_STALENESS))]
+    left_out = (MAX_STALENESS,) if SYNCHRONOUS in overrides else ()
+    if any(word.startswith("algorithm=") for word in overrides):
+        left_out = (*left_out, *GROUP_SIZES)
+    return [str(each) for each in own if not str(each).startswith(left_out)]
 
 
 def build_config(values: Mapping[str, Any]) -> RunConfig:
@@ -546,7 +555,10 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
         ConfigError: unknown key, wrong type, value out of range, or an impossible combination.
     """
     values = _with_derived(values)
-    unknown = list(_unknown_keys(RunConfig, values))
+    try:
+        unknown = list(unknown_keys(RunConfig, values))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if unknown:
         raise ConfigError(f"unknown config key: {', '.join(unknown)}")
     if lacking := list(hidden(values)):
@@ -555,7 +567,7 @@ def build_config(values: Mapping[str, Any]) -> RunConfig:
             f"{lacking[0]}='${{oc.env:VARIABLE}}'"
         )
     try:
-        return _with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
+        return with_absolute_paths(TypeAdapter(RunConfig).validate_python(values))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(e, values=values) for e in error.errors())) from error
 
@@ -604,20 +616,6 @@ def _with_derived(values: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: made for name, made in (("engine", engine), ("warm_start", warm)) if name in found}
 
 
-def _with_absolute_paths(config: Config) -> Config:
-    """The config with each path, at any depth, resolved against the working directory of this process."""
-    changed: dict[str, Any] = {}
-    for name in (f.name for f in fields(cast(Any, config))):
-        value = getattr(config, name)
-        if isinstance(value, Path):
-            changed[name] = value.expanduser().absolute()
-        elif is_dataclass(value):
-            changed[name] = _with_absolute_paths(value)
-        elif isinstance(value, Mapping) and any(map(is_dataclass, members := cast(Mapping[str, Any], value).values())):
-            changed[name] = dict(zip(value, map(_with_absolute_paths, members), strict=True))
-    return replace(cast(Any, config), **changed)
-
-
 def preset_names(folder: Path) -> list[str]:
     """Names of the presets in a folder of configs."""
     return sorted(file.stem for file in folder.glob("*.yaml"))
@@ -657,88 +655,6 @@ def _forced(override: str, config_dir: Path) -> str:
     """`seed=4` -> `++seed=4`, which needs no preset that names the field; choices of presets and `+` stay."""
     name, is_set, _ = override.partition("=")
     return f"++{override}" if is_set and _FIELD.fullmatch(name) and not (config_dir / name).is_dir() else override
-
-
-def _with_defaults(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` of a config class, with the defaults of the fields that they leave out."""
-    hints = get_type_hints(kind)
-    found = {f.name: default for f in fields(kind) if (default := _default_of(f)) is not MISSING} | dict(values)
-    for key, value in values.items():
-        if isinstance(value, Mapping) and key in hints:
-            within = cast(Mapping[str, Any], value)
-            if (member := _class_of_values(hints[key])) is not None:
-                found[key] = {n: _with_defaults(member, v) if isinstance(v, Mapping) else v for n, v in within.items()}
-                continue
-            for member in _config_classes(hints[key], within, key=key):
-                found[key] = _with_defaults(member, within)
-    return found
-
-
-def _default_of(field: Field[Any]) -> Any:
-    """The default of a dataclass's field as a plain value, or MISSING."""
-    value = field.default if field.default_factory is MISSING else field.default_factory()
-    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _unknown_keys(kind: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Keys that no field takes, dotted, each with the nearest key or the keys at its place."""
-    hints = get_type_hints(kind)
-    known = [f.name for f in fields(kind)]
-    for key, value in values.items():
-        if key not in known:
-            yield f"{prefix}{key} {_nearest(key, known, prefix)}"
-        elif isinstance(value, Mapping):
-            within = cast(Mapping[str, Any], value)
-            if (member := _class_of_values(hints[key])) is not None:
-                for name, each in within.items():
-                    if isinstance(each, Mapping):
-                        yield from _unknown_keys(member, cast(Mapping[str, Any], each), f"{prefix}{key}.{name}.")
-                continue
-            for member in _config_classes(hints[key], within, key=f"{prefix}{key}"):
-                yield from _unknown_keys(member, within, f"{prefix}{key}.")
-
-
-def _nearest(key: str, known: Sequence[str], prefix: str) -> str:
-    """A hint at the key that was meant: one of the same name elsewhere, or of a similar name at this place."""
-    same = [dotted for dotted in all_keys(RunConfig) if dotted.rpartition(".")[2] == key]
-    if same := [dotted for dotted in same if dotted.rpartition(".")[0] != prefix.rstrip(".")]:
-        return f"(did you mean {' or '.join(same)}?)"
-    if similar := get_close_matches(key, known, n=1, cutoff=0.7):
-        return f"(did you mean {prefix}{similar[0]}?)"
-    return f"(known here: {', '.join(known)})"
-
-
-def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
-    """Dotted keys of all fields of a config class, in order; of alternatives, those of each, once.
-
-    A name that the user chooses is NAME: `teachers.NAME.checkpoint`.
-    """
-    hints = get_type_hints(kind)
-    for name in (f.name for f in fields(kind)):
-        yield f"{prefix}{name}"
-        if (member := _class_of_values(hints[name])) is not None:
-            yield from all_keys(member, f"{prefix}{name}.NAME.")
-            continue
-        members = [m for m in get_args(hints[name]) or (hints[name],) if is_dataclass(m)]
-        yield from dict.fromkeys(key for m in members for key in all_keys(cast(Any, m), f"{prefix}{name}."))
-
-
-def _class_of_values(hint: Any) -> type[Any] | None:
-    """The config class of the values of a mapping; None if they have none."""
-    return next(filter(is_dataclass, get_args(hint)[1:]), None) if get_origin(hint) is Mapping else None
-
-
-def _config_classes(hint: Any, values: Mapping[str, Any], *, key: str) -> list[type[Any]]:
-    """The config class that `values` are of; of several, the one whose name they carry, or a user's class."""
-    members = [m for m in get_args(hint) or (hint,) if is_dataclass(m)]
-    if len(members) > 1:
-        if ":" in (name := str(values.get("name"))):
-            try:
-                return [user_class(name, key=key)]
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
-    return cast(list[type[Any]], members)
 
 
 def _one_line(error: Exception) -> str:

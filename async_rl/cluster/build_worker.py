@@ -54,11 +54,7 @@ def build_worker(
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     info = read_model_info(checkpoint)
     sessions = None if task.program is None else Sessions(config.endpoint)
-    scoring = None
-    if teachers:
-        routers = {teacher: ReplicaRouter(each) for teacher, each in teachers.items()}
-        of_all: dict[str, Any] = {"top_k": config.distillation.num_ids, "vocab_size": info.vocab_size}
-        scoring = Teachers(config.teachers, routers=routers, **of_all)
+    scoring = None if not teachers else _scoring(config, teachers, vocab_size=info.vocab_size)
 
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
         parts: dict[str, Any] = {"engine": engine, "sampling": sampling, "limits": rollout.limits}
@@ -103,6 +99,16 @@ def build_worker(
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker
+
+
+def _scoring(config: RunConfig, pools: Mapping[str, ReplicaPool], *, vocab_size: int) -> Teachers:
+    """The teachers on their replicas."""
+    return Teachers(
+        config.teachers,
+        routers={teacher: ReplicaRouter(pool) for teacher, pool in pools.items()},
+        top_k=config.distillation.num_ids,
+        vocab_size=vocab_size,
+    )
 
 
 class _Reports(logging.Handler):

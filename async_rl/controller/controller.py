@@ -32,7 +32,7 @@ import contextlib
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from async_rl.cluster.queue import QueueClient
     from async_rl.config import RunConfig
 
+PROMPT_KEYS = 1 << 16  # remembered, more than the groups between admission and training
 NO_BATCH_LEFT = Drop(DropKind.EXPIRED, "no batch within the staleness bound is left for it")
 
 
@@ -109,6 +110,7 @@ class Controller:
         self._loaded_version = 0
         self._version_updates = updates = dict(start.version_updates)
         self._values = PromptValues(config.advantage, start.prompt_values) if config.advantage.tracks_prompts else None
+        self._key_of = lru_cache(PROMPT_KEYS)(lambda index: prompts.at(index).key)
         self._drain_records, replay = queue.drain_records, parts.schedule_replay
         self._queue: Stub[TrajectoryQueue] = queue if replay is None else replay.queue(queue, updates=updates)
         self._restored = restored
@@ -259,6 +261,8 @@ class Controller:
                 groups.create_task(self._roll(prompt, admission), name=f"group-{admission.group}")
 
     async def _roll(self, prompt: Prompt, admission: Admission, *, existing: Sequence[Trajectory] = ()) -> None:
+        if self._values is not None:
+            self._key_of(prompt.index)  # now, because a source of rows may start over for an earlier index
         with self._trace.span("rollout", group=admission.group, version=admission.admitted_version):
             outcome, content = await self._rollouts.roll(prompt, admission, existing=existing)
         if isinstance(outcome, DroppedGroup):
@@ -385,7 +389,7 @@ class Controller:
     async def _train_on(self, batch: Batch) -> tuple[PreparedBatch, dict[str, float]]:
         config, groups = self._config, [head.group for head in batch.groups]
         record, values = config.rollout.record, self._values
-        keys = [] if values is None else [self._prompts.at(head.prompt).key for head in batch.groups]
+        keys = [] if values is None else [self._key_of(head.prompt) for head in batch.groups]
         prepared = await asyncio.to_thread(
             prepare,
             batch,

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from async_rl.config import CONFIGS, RECIPES, ConfigError, RunConfig, _with_defaults, load_config, recipe_overrides
+from async_rl.config import CONFIGS, RECIPES, ConfigError, RunConfig, load_config, recipe_overrides
+from async_rl.files.config_classes import with_defaults
 from tests.helpers import tiny_models
 from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
 
@@ -81,15 +82,19 @@ def plain(value):
     return json.loads(json.dumps(value, default=str))
 
 
+OF_SEVERAL = ("model", "scale", "algorithm")
+"""Folders whose presets have values of several groups."""
+
+
 @pytest.mark.parametrize(("group", "name"), [("", name) for name in TOP_LEVEL] + GROUPS)
 def test_a_preset_holds_only_values_that_differ_from_the_defaults(group, name):
     values = yaml.safe_load((CONFIGS / group / f"{name}.yaml").read_text()) or {}
     values.pop("defaults", None)
-    values = values if group in ("", "model", "scale") else {group: values}  # these have values of several groups
+    values = values if group in ("", *OF_SEVERAL) else {group: values}
     run = yaml.safe_load((CONFIGS / "run.yaml").read_text())
-    changed_back = dotted(run) if group == "scale" else {}  # a value of run.yaml may return to the default
-    full = plain(_with_defaults(RunConfig, values))
-    repeated = [key for key in dotted(values) if plain(_with_defaults(RunConfig, without(values, key))) == full]
+    changed_back = dotted(run) if group in ("scale", "algorithm") else {}  # may return to the default
+    full = plain(with_defaults(RunConfig, values))
+    repeated = [key for key in dotted(values) if plain(with_defaults(RunConfig, without(values, key))) == full]
     assert [key for key in repeated if key not in changed_back] == []
 
 
@@ -116,6 +121,13 @@ def test_an_override_changes_its_field_and_no_other(override, changed):
         return {k: merged(v, new[k]) if isinstance(new.get(k), dict) else new.get(k, v) for k, v in (new | old).items()}
 
     assert values_of(load_config([override])) == merged(values_of(load_config([])), changed)
+
+
+def test_an_algorithm_has_its_own_sizes_of_groups_next_to_a_recipe():
+    recipe, algorithm = RECIPES / "long_tail" / "recipe.yaml", ["algorithm=flash_reinforce"]
+    chosen, own = (load_config([*recipe_overrides(recipe, given), *given]).rollout for given in (algorithm, []))
+    assert (chosen.groups_per_batch, chosen.trajectories_per_group) == (256, 1)
+    assert (own.groups_per_batch, own.trajectories_per_group) == (8, 8)
 
 
 def test_an_override_chooses_a_preset_of_a_folder_of_configs(tmp_path):

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from async_rl.config import ConfigError, RunConfig, all_keys, build_config, load_config, plain_values
+from async_rl.config import ConfigError, RunConfig, build_config, load_config, plain_values
+from async_rl.files.config_classes import all_keys
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm.config import VllmConfig
 

@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from async_rl.config import RunConfig, all_keys
+from async_rl.config import RunConfig
+from async_rl.files.config_classes import all_keys
 from async_rl.metrics.registry import METRICS
 from tests.docs.pages import ROOT
 
