@@ -118,6 +118,7 @@ def _config_classes(hint: Any, values: Mapping[str, Any], *, key: str) -> list[t
     members = [m for m in get_args(hint) or (hint,) if is_dataclass(m)]
     if len(members) > 1:
         if ":" in (name := str(values.get("name"))):
-            return [user_class(name, key=key)]
+            base = next(kind for kind in members[0].__mro__ if all(issubclass(member, kind) for member in members))
+            return [user_class(name, key=key, kind=base)]
         members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
     return cast(list[type[Any]], members)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ClassVar, cast, get_origin, get_type_hints
 
 import cloudpickle
 from pydantic import TypeAdapter, WrapValidator
@@ -30,34 +30,50 @@ def import_module(name: str) -> ModuleType:
         return importlib.import_module(f"async_rl.{name}")
 
 
-def user_class(name: str, *, key: str) -> type[Any]:
-    """The class FILE.py:CLASS or MODULE:CLASS.
+def user_class(name: str, *, key: str, kind: type[Any]) -> type[Any]:
+    """The subclass FILE.py:CLASS or MODULE:CLASS of `kind`.
 
     Args:
         name: place of the class.
         key: config key that names it, for errors.
+        kind: base class, a dataclass.
 
     Raises:
-        ValueError: it cannot be imported, or is no class.
+        ValueError: it cannot be imported, is no subclass, has no method that it needs, or has options that are no
+            fields.
     """
     module, _, attribute = name.rpartition(":")
     try:
         found = getattr(import_module(module), attribute)
+        options = get_type_hints(found) if isinstance(found, type) else {}
     except (Exception, SystemExit) as error:
         raise ValueError(
             f"{key}.name is {name!r}, which cannot be imported: {describe_error(error)}; give 'FILE.py:CLASS' or "
             "'MODULE:CLASS'"
         ) from error
     if not isinstance(found, type):
-        raise ValueError(f"{key}.name is {name!r}, a {type(found).__name__}; name a class")
-    return found
+        problem = f"a {type(found).__name__}; name a class"
+    elif not issubclass(found, kind):
+        problem = f"which is no subclass of {kind.__name__}; derive it from that"
+    elif missing := sorted(found.__abstractmethods__):
+        problem = f"which has no method {', '.join(missing)}; define it"
+    elif lost := [o for o in options if o not in found.__dataclass_fields__ and get_origin(options[o]) is not ClassVar]:
+        problem = f"whose {', '.join(lost)} cannot be set; put @bounded({key!r}) of agent_loop.bounds on the class"
+    else:
+        return found
+    raise ValueError(f"{key}.name is {name!r}, {problem}")
 
 
-def or_user_class(kind: type[Any], *, key: str) -> WrapValidator:
+def or_user_class(kind: type[Any], *, key: str, problem_of: Callable[[Any], str]) -> WrapValidator:
     """A validator of config classes by their `name`, that also takes a user's subclass of `kind`.
 
     `{"name": "mine.py:MyLoss", "cap": 3.0}` becomes `MyLoss(name="/home/me/mine.py:MyLoss", cap=3.0)`: the absolute
     path also holds for a process that reads the stored config in another directory.
+
+    Args:
+        kind: base class.
+        key: config key, for errors.
+        problem_of: what is wrong with an object of a user's class; "" for nothing.
     """
 
     def validate(value: Any, handler: Any) -> Any:
@@ -65,12 +81,19 @@ def or_user_class(kind: type[Any], *, key: str) -> WrapValidator:
         name = given.get("name")
         if not isinstance(name, str) or ":" not in name:
             return handler(value)
-        found = user_class(name, key=key)
-        if not issubclass(found, kind):
-            raise ValueError(f"{key}.name is {name!r}, which is no subclass of {kind.__name__}; derive it from that")
+        found = user_class(name, key=key, kind=kind)
         module, _, attribute = name.rpartition(":")
         place = f"{Path(module).resolve()}" if module.endswith(".py") else module
-        return TypeAdapter(found).validate_python({**given, "name": f"{place}:{attribute}"})
+        try:
+            made = TypeAdapter(found).validate_python({**given, "name": f"{place}:{attribute}"})
+            problem = problem_of(made)
+        except ValueError:  # of a bound, or a rule of the class
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a user may raise anything
+            problem = f"which failed: {describe_error(error)}"
+        if problem:
+            raise ValueError(f"{key}.name is {name!r}, {problem}")
+        return made
 
     return WrapValidator(validate)
 

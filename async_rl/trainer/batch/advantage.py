@@ -17,7 +17,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,8 +134,25 @@ class BatchRewards:
     `Advantage.tracks_prompts` is False."""
 
     def advantages(self) -> Advantages:
-        """Advantages of the trajectories."""
-        return self.config.of(self)
+        """Advantages of the trajectories.
+
+        Raises:
+            ValueError: the baseline did not return a finite advantage of each trajectory.
+        """
+        found: Any = self.config.of(self)
+        if not isinstance(found, Advantages) or found.values.shape != self.values.shape:
+            what = f"shape {found.values.shape}" if isinstance(found, Advantages) else f"{found!r}"
+            raise ValueError(
+                f"the method of of {self.config.name or type(self.config).__name__} returned {what} for "
+                f"{len(self.values)} trajectories; return Advantages with a value of each"
+            )
+        if not np.isfinite(found.values).all():
+            worst = int(np.argmin(np.isfinite(found.values)))
+            raise ValueError(
+                f"the method of of {self.config.name or type(self.config).__name__} returned {found.values[worst]} for "
+                f"the trajectory with reward {self.values[worst]:g}; return finite values"
+            )
+        return found
 
     def with_kl(self, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float) -> TokenAdvantages:
         """Advantages with the penalty coefficient * KL in the reward, as in verl.

@@ -7,7 +7,7 @@ A new baseline is a new class here, listed in `AdvantageConfig`, or a class of a
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args, get_type_hints
 
 import numpy as np
 from annotated_types import Ge, Gt, Le
@@ -230,10 +230,18 @@ class SPO(Advantage):
         return PromptValue(value + (reward - value) / weight, weight, update)
 
 
+def _problem_of(advantage: Advantage) -> str:
+    """What is wrong with a user's baseline before it has a batch; "" for nothing."""
+    known = get_args(get_type_hints(Advantage)["compares"])[0]
+    if advantage.compares not in get_args(known):
+        return f"which has compares={advantage.compares!r}; use {' or '.join(map(repr, get_args(known)))}"
+    return ""
+
+
 AdvantageConfig = Annotated[
     Annotated[
         GRPO | DrGRPO | RLOO | ReinforcePlusPlus | ReinforcePlusPlusBaseline | BatchMean | Contrastive | SPO | GAE,
         Field(discriminator="name"),
     ],
-    or_user_class(Advantage, key="advantage"),
+    or_user_class(Advantage, key="advantage", problem_of=_problem_of),
 ]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
@@ -495,6 +495,13 @@ class FlashREINFORCE(PolicyLoss):
         return Surrogate((*self._engine, trusted, unbounded(CURRENT / self._behaviour, gradient=False)), score=True)
 
 
+def _problem_of(loss: PolicyLoss) -> str:
+    """What is wrong with the equation of a user's loss; "" for nothing."""
+    found: Any = loss.surrogate()
+    whole = isinstance(found, Surrogate) and all(isinstance(weight, Weight) for weight in found.weights)
+    return "" if whole else f"whose method surrogate returns {found!r}; return a Surrogate of Weights, such as clip()"
+
+
 LossConfig = Annotated[
     Annotated[
         PPOClip
@@ -513,7 +520,7 @@ LossConfig = Annotated[
         | FlashREINFORCE,
         Field(discriminator="name"),
     ],
-    or_user_class(PolicyLoss, key="loss"),
+    or_user_class(PolicyLoss, key="loss", problem_of=_problem_of),
 ]
 
 

@@ -19,6 +19,79 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+OF_A_BEGINNER = """
+from agent_loop.bounds import bounded
+from async_rl.trainer.batch.advantage import Advantage
+from async_rl.trainer.loss.losses import PolicyLoss, Surrogate
+
+
+class Plain:
+    pass
+
+
+class Undecorated(PolicyLoss):
+    cap: float = 2.0
+
+    def surrogate(self):
+        return Surrogate(())
+
+
+@bounded("loss")
+class Empty(PolicyLoss):
+    cap: float = 2.0
+
+
+@bounded("loss")
+class Raises(PolicyLoss):
+    def surrogate(self):
+        return self.capp
+
+
+@bounded("loss")
+class Nothing(PolicyLoss):
+    def surrogate(self):
+        Surrogate(())
+
+
+@bounded("loss")
+class RaisesAtOnce(PolicyLoss):
+    def __post_init__(self):
+        raise KeyError("wish")
+
+    def surrogate(self):
+        return Surrogate(())
+
+
+@bounded("loss")
+class UnknownType(PolicyLoss):
+    cap: "Wish" = 2.0
+
+    def surrogate(self):
+        return Surrogate(())
+
+
+@bounded("loss")
+class NoSetting(PolicyLoss):
+    cap: memoryview | None = None
+
+    def surrogate(self):
+        return Surrogate(())
+
+
+@bounded("advantage")
+class Whole(Advantage):
+    compares = "world"
+
+    def of(self, rewards):
+        return None
+
+
+@bounded("advantage")
+class Without(Advantage):
+    compares = "batch"
+"""
+
+
 LOSS, BASELINE = "loss.name=my_algorithm.py:CappedProximal", "advantage.name=my_algorithm.py:OverThreshold"
 
 
@@ -48,9 +121,23 @@ def test_a_class_of_a_file_is_known_to_a_process_that_cannot_import_it(folder):
         (["loss.name=wish_module:Loss"], ["loss.name", "wish_module"]),
         (["loss.name=my_algorithm.py:OverThreshold"], ["loss.name", "no subclass of PolicyLoss"]),
         (["loss.name=my_algorithm.py:np"], ["loss.name", "name a class"]),
+        (["loss.name=beginner.py:Plain"], ["no subclass of PolicyLoss"]),
+        (["loss.name=json:JSONDecoder"], ["no subclass of PolicyLoss"]),
+        (["advantage.name=beginner.py:Plain"], ["no subclass of Advantage"]),
+        (["loss.name=beginner.py:Undecorated"], ["cap cannot be set", "@bounded('loss')"]),
+        (["loss.name=beginner.py:Undecorated", "loss.cap=3"], ["cap cannot be set", "@bounded('loss')"]),
+        (["loss.name=beginner.py:Empty"], ["no method surrogate"]),
+        (["loss.name=beginner.py:Raises"], ["has no attribute 'capp'", "in surrogate"]),
+        (["loss.name=beginner.py:Nothing"], ["surrogate returns None"]),
+        (["loss.name=beginner.py:RaisesAtOnce"], ["KeyError: 'wish'", "in __post_init__"]),
+        (["loss.name=beginner.py:UnknownType"], ["'Wish' is not defined"]),
+        (["loss.name=beginner.py:NoSetting"], ["which failed", "memoryview"]),
+        (["advantage.name=beginner.py:Whole"], ["compares='world'", "'group' or 'batch'"]),
+        (["advantage.name=beginner.py:Without"], ["no method of"]),
     ],
 )
 def test_a_class_that_cannot_be_used_is_refused_by_key_and_name(folder, overrides, parts):
+    (folder / "beginner.py").write_text(OF_A_BEGINNER)
     with pytest.raises(ConfigError) as error:
         load_config(overrides)
     assert all(part in str(error.value) for part in parts)

@@ -1,6 +1,7 @@
 """Advantages: of the prompt group, and of the batch."""
 
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.bounds import bounded
 from agent_loop.loop import Message, Prompt
 from async_rl.controller.checkpoints import RunState
 from async_rl.trainer.batch import advantage
-from async_rl.trainer.batch.advantage import Advantages, PromptValues, batch_rewards
+from async_rl.trainer.batch.advantage import Advantage, Advantages, BatchRewards, PromptValues, batch_rewards
 from async_rl.trainer.batch.baselines import SPO, Contrastive
 from async_rl.trainer.batch.training_batch import training_batch
 from message_queue.heads import GroupHead, SequenceHead, TrajectoryHead, head_of
@@ -339,3 +341,32 @@ def only(agent, head):
 def test_advantages_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="informative"):
         Advantages(values=np.zeros(3, np.float32), informative=np.ones(2, np.bool_))
+
+
+@bounded("advantage")
+class Wrong(Advantage):
+    """Returns what `made` makes of the rewards."""
+
+    made: Callable[[BatchRewards], object] = len
+
+    def of(self, rewards):
+        return self.made(rewards)
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda _: None, "returned None"),
+        (lambda rewards: rewards.values, r"returned array"),
+        (lambda _: Advantages(values=np.zeros(2, np.float32), informative=np.ones(2, bool)), r"shape \(2,\) for 3"),
+        (
+            lambda rewards: Advantages(
+                values=np.where(rewards.values == 1, np.nan, 0).astype(np.float32), informative=np.ones(3, bool)
+            ),
+            "returned nan for the trajectory with reward 1",
+        ),
+    ],
+)
+def test_a_baseline_that_returns_no_advantage_of_each_trajectory_is_named(made, says):
+    with pytest.raises(ValueError, match=f"method of of Wrong.*{says}"):
+        batch_rewards([group([0.0, 1.0, 0.5])], Wrong(made=made)).advantages()
