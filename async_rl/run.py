@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from agent_loop.user_errors import user_line
 from async_rl.compat.garbage import make_collections_rare, no_collections
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.command import EXIT_INTERRUPTED, prog, run_loop, words
@@ -270,7 +271,7 @@ def log_ends(error: BaseException) -> list[str]:
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """One line per leaf of an exception group: the chain from what failed to why."""
+    """One line per leaf of an exception group: the chain from what failed to why, and the line of a user's code."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from causes(inner)
@@ -278,14 +279,15 @@ def causes(error: BaseException) -> Iterator[str]:
     if isinstance(error.__cause__, BaseExceptionGroup):
         yield from (f"{error}: {line}" for line in causes(error.__cause__))
         return
-    chain, link = [f"{error}" or repr(error)], error.__cause__
+    chain, last, link = [f"{error}" or repr(error)], error, error.__cause__
     while link is not None and not isinstance(link, BaseExceptionGroup):
         chain.append(f"{type(link).__name__}: {link}")
-        link = link.__cause__
+        last, link = link, link.__cause__
     if link is not None:
         yield from (f"{': '.join(chain)}: {line}" for line in causes(link))
     else:
-        yield ": ".join(chain).replace("\n", " ")
+        place = user_line(last)
+        yield ": ".join(chain).replace("\n", " ") + (f" ({place})" if place else "")
 
 
 def hydra_value(text: str) -> str:

@@ -409,6 +409,16 @@ def test_causes_and_log_ends_are_found_in_groups_each_once():
     ]
 
 
+def test_the_cause_of_a_failed_run_has_the_line_of_a_users_code():
+    def of(rewards):
+        return {}["missing"]
+
+    with pytest.raises(KeyError) as raised:
+        of([])
+    (line,) = causes(_chained(RuntimeError("stage train failed"), raised.value))
+    assert line == f"stage train failed: KeyError: 'missing' ({__file__}:{of.__code__.co_firstlineno + 1} in of)"
+
+
 def _chained(error, cause):
     error.__cause__ = cause
     return error
