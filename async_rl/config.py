@@ -899,6 +899,8 @@ def _teacher_problems(config: RunConfig) -> Iterator[str]:
             )
         if engine.nodes > 1:
             yield f"teachers.{name}.engine.nodes is {engine.nodes}; a replica of a teacher is on one node: set it to 1"
+        if isinstance(engine, VllmConfig) and engine.speculation is not None:
+            yield f"teachers.{name}.engine.speculation is set, and a teacher samples nothing; omit it"
     sampling = rollout.sampling
     if sampling.temperature != 1 or sampling.is_cut:
         yield (

@@ -326,9 +326,9 @@ def main() -> None:
     warnings.simplefilter("ignore")
     from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
 
-    dense = (0,) if args.engine == "vllm" else ()  # SGLang knows no dense layers
+    dense = [0] if args.engine == "vllm" else []  # SGLang knows no dense layers
     with tempfile.TemporaryDirectory() as folder:
-        model = qwen3_moe_config(vocab_size=VOCABULARY, dense_layers=dense, max_position_embeddings=2 * MAX_TOKENS)
+        model = qwen3_moe_config(vocab_size=VOCABULARY, mlp_only_layers=dense, max_position_embeddings=2 * MAX_TOKENS)
         checkpoint = save_checkpoint(model, Path(folder), seed=0)
         rounds = uvloop.run(compare(args, config, checkpoint))
     show(f"{args.engine}: {args.sessions} sessions of {args.calls} calls, {args.tokens} tokens a call on average\n")

@@ -10,7 +10,7 @@ The two take turns, so that the load of the machine hits both alike. Equal numbe
 the engine waits whenever 64 requests go through the path at once.
 
     python benchmarks/rollout_throughput.py [--rounds 9] [--concurrency 64] [--requests 192] [--tokens 96]
-        [--checkpoint DIR]
+        [--checkpoint DIR] [--drafts 3]    # a third way: bare vLLM with up to 3 n-gram drafts in a forward pass
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import warnings
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,19 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent_loop.chat import Chat
-from agent_loop.control_tokens import Tokenizer
-from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
-from agent_loop.loop import AgentLoop, Prompt, TurnLimits
+from agent_loop.engine import GenerateRequest
+from agent_loop.loop import AgentLoop, Prompt
 from agent_loop.single_turn import SingleTurnLoop
-from agent_loop.tools.tool import PauseGate
 from async_rl.cluster.placement import start_ray
 from async_rl.cluster.replica import ReplicaClient
 from async_rl.cluster.worker import WorkerClient
 from async_rl.config import RunConfig, load_config
+from async_rl.inference.gate import DraftCounts
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.vllm.config import VllmConfig, check_engine, engine_args
+from async_rl.inference.vllm.config import Speculation, VllmConfig, check_engine, engine_args
 from async_rl.inference.vllm.engine import engine_environment
 from async_rl.inference.vllm.process import start_engine
-from async_rl.inference.vllm.segment import sampling_params
+from async_rl.inference.vllm.segment import draft_counts, sampling_params
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import ContentPlace
 from async_rl.rollout.rollouter import DroppedGroup
@@ -91,7 +91,7 @@ class BareVllm:
 
     async def start(self, config: VllmConfig, checkpoint: Path) -> None:
         model = check_engine(config, checkpoint=checkpoint, capture_routing=True)
-        self._info = model.info
+        self._info, self._drafts = model.info, DraftCounts()
         self._engine: Any = await start_engine(engine_args(config, model, capture_routing=True))
 
     async def burst(self, requests: Sequence[GenerateRequest], load: Load) -> int:
@@ -103,6 +103,7 @@ class BareVllm:
             prompt = {"prompt_token_ids": request.token_ids.tolist(), "cache_salt": request.cache_salt}
             async for output in self._engine.generate(prompt, params, request_id=request.request_id):
                 count = len(output.outputs[0].token_ids)
+                self._drafts += draft_counts(output)
             return count
 
         async def group(number: int) -> int:
@@ -110,8 +111,9 @@ class BareVllm:
 
         return await load.each(group)
 
-    async def close(self) -> None:
+    async def close(self) -> DraftCounts:
         self._engine.shutdown()
+        return self._drafts
 
 
 def endless_chat(tokenizer: Any) -> Chat:
@@ -124,18 +126,10 @@ def endless_chat(tokenizer: Any) -> Chat:
 class EndlessTask(CalculatorTask):
     """The calculator in one turn that no token ends."""
 
-    def build_loop(
-        self,
-        *,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        sampling: SamplingConfig,
-        limits: TurnLimits,
-        gate: PauseGate | None = None,
-    ) -> AgentLoop:
+    def build_loop(self, **given: Any) -> AgentLoop:
         """See Task."""
-        chat = endless_chat(tokenizer)
-        return SingleTurnLoop(engine=engine, chat=chat, reward=ExactAnswer(), limits=limits, sampling=sampling)
+        chat, parts = endless_chat(given["tokenizer"]), {name: given[name] for name in ("engine", "limits", "sampling")}
+        return SingleTurnLoop(chat=chat, reward=ExactAnswer(), **parts)
 
 
 def endless_task(*, seed: int) -> EndlessTask:
@@ -193,7 +187,7 @@ def rollout_way(dispatcher: Dispatcher, *, prompts: Sequence[Prompt], load: Load
     return run
 
 
-async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: int) -> str:
+async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: int, drafts: int) -> str:
     """The table."""
     task, info = build_task(config.task, seed=config.seed), read_model_info(checkpoint)
     chat = endless_chat(AutoTokenizer.from_pretrained(checkpoint))
@@ -201,13 +195,17 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
     token_ids = [chat.prompt(prompt.messages) for prompt in prompts]
     assert isinstance(config.engine, VllmConfig)
     environment = {"env_vars": engine_environment(config.engine)}
-    bare: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment).remote()  # pyright: ignore[reportAttributeAccessIssue]
-    replica, _ = await asyncio.gather(
+    engines = {"bare vLLM": config.engine}
+    if drafts:
+        engines["with drafts"] = replace(config.engine, speculation=Speculation(method="ngram", tokens=drafts))
+    host: Any = ray.remote(BareVllm).options(num_cpus=1, runtime_env=environment)  # pyright: ignore[reportAttributeAccessIssue]
+    bare = {name: host.remote() for name in engines}
+    replica, *_ = await asyncio.gather(
         ReplicaClient.start(config.replica_settings, name="replica-0", checkpoint=checkpoint, places=[{"num_cpus": 1}]),
-        bare.start.remote(config.engine, checkpoint),
+        *(bare[name].start.remote(engine, checkpoint) for name, engine in engines.items()),
     )
 
-    async def on_bare(name: str) -> int:
+    async def on_bare(engine: str, name: str) -> int:
         requests = [
             GenerateRequest(
                 request_id=f"{name}-{i}#0.",
@@ -218,16 +216,17 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
             )
             for i in range(load.num_groups * GROUP)
         ]
-        return await bare.burst.remote(requests, load)
+        return await bare[engine].burst.remote(requests, load)
 
-    rates: dict[str, list[float]] = {"bare vLLM": [], "whole path": []}
+    rates: dict[str, list[float]] = {name: [] for name in (*engines, "whole path")}
     try:
         with tempfile.TemporaryDirectory(prefix="rollout-throughput-") as folder:
             content = Path(folder) / "content"
             async with rollout_path(
                 config, checkpoint=checkpoint, replica=replica, info=info, folder=content
             ) as dispatcher:
-                ways = dict(zip(rates, (on_bare, rollout_way(dispatcher, prompts=prompts, load=load)), strict=True))
+                ways: dict[str, Way] = {name: partial(on_bare, name) for name in engines}
+                ways["whole path"] = rollout_way(dispatcher, prompts=prompts, load=load)
                 for number, name in in_turns(ways, rounds=rounds):
                     started = time.perf_counter()
                     tokens = await ways[name](f"{name.replace(' ', '_')}.{number}")
@@ -238,7 +237,8 @@ async def compare(config: RunConfig, *, checkpoint: Path, load: Load, rounds: in
         return table(rates)
     finally:
         await replica.close(timeout_s=config.cluster.stop_timeout_s)
-        await bare.close.remote()
+        for name, engine in bare.items():
+            say(f"{name}: {await engine.close.remote()}")
 
 
 def table(rates: Mapping[str, Sequence[float]]) -> str:
@@ -253,7 +253,7 @@ def table(rates: Mapping[str, Sequence[float]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 9), ("concurrency", 64), ("requests", 192), ("tokens", 96)):
+    for name, default in (("rounds", 9), ("concurrency", 64), ("requests", 192), ("tokens", 96), ("drafts", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--checkpoint", type=Path, help="Hugging Face folder of the task's model; default: random")
     args = parser.parse_args()
@@ -283,7 +283,7 @@ def main() -> None:
         start_ray(config.cluster)
         try:
             show(f"{args.requests} requests, {args.concurrency} at a time, {args.tokens} tokens each\n")
-            show(uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds)))
+            show(uvloop.run(compare(config, checkpoint=checkpoint, load=load, rounds=args.rounds, drafts=args.drafts)))
         finally:
             ray.shutdown()
 

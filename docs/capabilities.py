@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -107,17 +106,12 @@ def _families() -> Iterator[str]:
     from async_rl.trainer.model.families import FAMILIES
     from tests.e2e import test_engine_families
 
-    of_sglang = inspect.getsource(test_engine_families.test_a_dense_model_of_sglang_is_updated)
-    source = inspect.getsource(test_engine_families).replace(of_sglang, "")
-    tested = {*test_engine_families.FAMILIES, "vllm-qwen3_moe", "sglang-qwen3_moe"}  # the latter two: tests/conformance
-    for engine, text in (("vllm", source), ("sglang", of_sglang)):
-        tested |= {f"{engine}-{name}" for name in re.findall(r"\(tiny_models\.(\w+?)(?:_dense)?_config[,(]", text)}
-        tested |= {f"{engine}-{name}" for name in re.findall(r", tiny_models\.(\w+?)(?:_dense)?_config\(", text)}
+    tested = {*test_engine_families.FAMILIES, *(f"vllm-{family}" for family in test_engine_families.DENSE)}
+    # The first two: tests/conformance; llama: test_a_dense_model_of_sglang_is_updated.
+    tested |= {"vllm-qwen3_moe", "sglang-qwen3_moe", "sglang-llama"}
     yield "## Families\n\n| `model_type` | trainer | vLLM | SGLang |\n|---|---|---|---|"
     for family in FAMILIES:
         on_vllm, on_sglang = ("tested" if f"{engine}-{family}" in tested else "accepted, not run" for engine in ENGINES)
-        if family == "gpt_oss":
-            on_vllm = "refused: a load of new weights leaves old experts and sinks"
         if family not in CPU_FAMILIES:
             on_sglang = f"refused on the CPU: {CPU_BROKEN.get(family, 'not tested there')}"
         yield f"| {family} | tested | {on_vllm} | {on_sglang} |"

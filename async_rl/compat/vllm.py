@@ -1,5 +1,5 @@
 """Fixes for vLLM 0.32's CPU backend: routed-experts capture, expert weight updates, seeded sampling, forced routing,
-expert and data parallelism.
+draft tokens, expert and data parallelism.
 
 In vLLM, only the GPU model runner V2 uses the routed-experts data plane (`vllm/distributed/aux_output_connector`), and
 only that runner returns the tokens that the sampler kept. Here the CPU runner makes the same calls to the data plane
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import (
     AuxOutputWorkerConnector,
@@ -26,10 +27,12 @@ from vllm.distributed.aux_output_connector.worker import (
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.v1.outputs import SamplingMaskLists
+from vllm.v1.outputs import SamplerOutput, SamplingMaskLists
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from async_rl.compat.vllm_delta_net import compute_delta_nets_in_float32
+from async_rl.compat.vllm_drafts import Verified, at_each_sample
 from async_rl.compat.vllm_forced import ForcedRouting
 from async_rl.weights.checksum import PACKED, content
 
@@ -43,7 +46,9 @@ class RoutingCPUModelRunner(CPUModelRunner):
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self._capture: AuxOutputWorkerConnector | None = None
+        self._layout: Any = None
         self._pending: PendingAuxOutput | None = None
+        self._verified: Verified | None = None
         self._forced: ForcedRouting | None = None
         self._counts: dict[str, int] = {}
         self._logprobs: torch.Tensor | None = None
@@ -70,7 +75,8 @@ class RoutingCPUModelRunner(CPUModelRunner):
             self._forced.update(scheduler_output)
         output = super().execute_model(scheduler_output, intermediate_tensors)
         if scheduler_output.total_num_scheduled_tokens:
-            self._pending = self._capture.prepare_output(self._step_layout())
+            self._layout = self._step_layout()
+            self._pending = self._capture.prepare_output(self._layout)
         self._counts = {}
         return output
 
@@ -91,24 +97,62 @@ class RoutingCPUModelRunner(CPUModelRunner):
     @torch.inference_mode()
     def sample_tokens(self, grammar_output: Any) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Sample, and add the routing rows and kept tokens of the step to the output."""
-        self._logprobs = None
+        self._logprobs = self._verified = None
         untouched = [(g, g.get_state()) for g in self._generators_of_partial_prefills().values()]
         output: Any = super().sample_tokens(grammar_output)
         for generator, state in untouched:
             generator.set_state(state)
         pending, self._pending = self._pending, None
-        if pending is not None:
-            if list(output.req_ids) != pending.request_ids:
-                raise RuntimeError(f"routing rows belong to {pending.request_ids}, tokens to {output.req_ids}")
-            sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
-            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
-            output.aux_output_connector_output = pending.process_output()
+        layout, self._layout = self._layout, None
+        if layout is not None:
+            if list(output.req_ids) != layout.req_ids:
+                raise RuntimeError(f"routing rows belong to {layout.req_ids}, tokens to {output.req_ids}")
+            rejected = np.zeros(len(layout.req_ids), np.int64)
+            if self._verified is not None:
+                rejected = self._verified.rejected.numpy()
+                self._forget_rejected(layout, rejected)
+            if pending is not None:
+                sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], dtype=np.int32)
+                pending.enqueue_cpu_copy(sampled, rejected.astype(np.int32))
+                output.aux_output_connector_output = pending.process_output()
         if self._logprobs is not None:
             output.sampling_masks = self._kept_tokens(self._logprobs)
         return output
 
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
+        """Sample at every draft position from the target, and keep what `Verified` keeps."""
+        if spec_decode_metadata is None:
+            return super()._sample(logits, spec_decode_metadata)
+        num_drafts: list[int] = spec_decode_metadata.num_draft_tokens
+        requests = torch.arange(len(num_drafts)).repeat_interleave(torch.tensor(num_drafts) + 1)
+        min_p = [0.0 if params is None else params.min_p for params in self._sampling_params()]
+        metadata = at_each_sample(self.input_batch.sampling_metadata, requests, min_p)
+        output = self.sampler(logits=logits, sampling_metadata=metadata)
+        drafts = spec_decode_metadata.draft_token_ids
+        self._verified = verified = Verified.of(output.sampled_token_ids.flatten(), drafts, num_drafts)
+        scored = output.logprobs_tensors
+        return SamplerOutput(verified.tokens, None if scored is None else verified.logprobs(scored))
+
+    def _forget_rejected(self, layout: Any, rejected: NDArray[np.int64]) -> None:
+        """Drop what `ForcedRouting` recorded of rejected drafts; layout: of the step."""
+        if self._forced is not None:
+            ends = layout.num_computed_tokens_np + np.diff(layout.query_start_loc_np) - rejected
+            self._forced.end_at({layout.req_ids[i]: int(ends[i]) for i in rejected.nonzero()[0]})
+
+    def _copy_draft_token_ids_to_cpu(self, scheduler_output: Any, zeros_only: bool = False) -> None:
+        """Keep the drafts as lists; vLLM copies them over a CUDA stream. zeros_only: there is no room for drafts."""
+        drafts: Any = self._draft_token_ids
+        if zeros_only:
+            drafts = [[] for _ in self.input_batch.req_ids]
+        self._draft_token_ids = drafts.tolist() if torch.is_tensor(drafts) else drafts
+        self._draft_token_req_ids = self.input_batch.req_ids.copy()
+
+    def _sampling_params(self) -> list[Any]:
+        """Of the requests in the batch, in order."""
+        return [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
+
     def _noting_logprobs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the sampler's last step to keep the logprobs [requests, vocab], -inf for cut tokens."""
+        """Wrap the sampler's last step to keep the logprobs [samples, vocab], -inf for cut tokens."""
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             sampled, self._logprobs = forward(*args, **kwargs)
@@ -117,14 +161,18 @@ class RoutingCPUModelRunner(CPUModelRunner):
         return noting
 
     def _kept_tokens(self, logprobs: torch.Tensor) -> SamplingMaskLists | None:
-        """Kept tokens of the requests with a top_k (every cut request has one), from logprobs [requests, vocab]."""
-        params = [self.requests[request_id].sampling_params for request_id in self.input_batch.req_ids]
-        cut = torch.tensor([each is not None and each.top_k > 0 for each in params])
+        """Kept tokens of the requests with a top_k (every cut request has one), from logprobs [samples, vocab]."""
+        cut = torch.tensor([params is not None and params.top_k > 0 for params in self._sampling_params()])
         if not cut.any():
             return None
+        firsts = None
+        if self._verified is not None:
+            counts = self._verified.counts
+            logprobs, cut = logprobs[self._verified.kept_rows], cut.repeat_interleave(counts)
+            firsts = [0, *counts.cumsum(0).tolist()]
         kept = (logprobs > -torch.inf) & cut.unsqueeze(1)
         offsets = np.concatenate(([0], kept.sum(1).cumsum(0).numpy()))
-        return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets)
+        return SamplingMaskLists(kept.nonzero()[:, 1].to(torch.int32).numpy(), offsets, firsts)
 
     def _bookkeeping_sync(self, *args: Any, **kwargs: Any) -> Any:
         """Hide the generators of partial prefills from vLLM, because it truncates them by an offset.
@@ -178,6 +226,7 @@ def repair_cpu_backend() -> None:
     _compute_local_experts_only()
     _exchange_tokens_of_groups()
     _note_packed_weights()
+    compute_delta_nets_in_float32()
 
 
 def _allow_routing_capture() -> None:

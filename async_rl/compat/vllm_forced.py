@@ -90,6 +90,16 @@ class ForcedRouting:
         for request_id, fields in rows.items():
             self._pinned[request_id] = RowBlock.decode(fields)
 
+    def end_at(self, ends: Mapping[str, int]) -> None:
+        """Forget the recorded rows from a position on: they are of drafts that the engine rejected.
+
+        Args:
+            ends: first position without a valid row, by the request's id in the engine.
+        """
+        for request_id, block in self._pinned.items():
+            if request_id in ends:
+                block.count = min(block.count, ends[request_id] - block.first)
+
     @contextmanager
     def step(self, request_ids: Sequence[str], starts: Sequence[int], counts: Sequence[int]) -> Generator[None]:
         """Apply the forced rows to the forward pass inside the block.

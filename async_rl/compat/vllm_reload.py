@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -18,6 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import sanitize_layer_refs
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM
 
 from async_rl.weights.twin import Twin
 
@@ -41,12 +43,48 @@ def placed_again(model: torch.nn.Module) -> Generator[None]:
         raise
 
 
+def reloadable(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of an update as vLLM's reload keeps them.
+
+    The reload keeps a tensor that goes through the `weight_loader` of a parameter. vLLM copies the experts of gpt-oss
+    and its sinks without it, into parameters on the meta device, so that the values would be lost. vLLM uses the
+    loader for experts that come one by one:
+
+        model.layers.0.mlp.experts.down_proj [8, 64, 32]    model.layers.0.mlp.experts.0.down_proj [64, 32], 1, ... 7
+        model.layers.0.self_attn.sinks [4]                  loaded here: the heads of this rank
+
+    Args:
+        model: model that is loaded, inside its reload.
+        tensors: name in the checkpoint -> tensor.
+    """
+    if not isinstance(model, GptOssForCausalLM):
+        yield from tensors
+        return
+    for name, tensor in tensors:
+        layer, of_experts, weight = name.partition(".experts.")
+        if of_experts:
+            yield from ((f"{layer}.experts.{number}.{weight}", expert) for number, expert in enumerate(tensor))
+        elif name.endswith(".sinks"):
+            sinks: Any = model.get_parameter(name.replace(".self_attn.", ".attn."))
+            sinks.weight_loader(sinks, tensor[len(sinks) * get_tensor_model_parallel_rank() :][: len(sinks)])
+        else:
+            yield name, tensor
+
+
 def reload_twin(twin: Twin, tensors: Iterable[tuple[str, torch.Tensor]], *, config: VllmConfig) -> None:
     """Load tensors with Hugging Face names into a twin, while the model decodes."""
     for module, copy in twin.modules:
         _share_reload_metadata(module, copy)
     with set_current_vllm_config(config):
-        reload_weights(config, twin.model, weights_iterator=tensors, weights_path=None, is_checkpoint_format=True)
+        reload_weights(
+            config,
+            twin.model,
+            weights_iterator=reloadable(twin.model, tensors),
+            weights_path=None,
+            is_checkpoint_format=True,
+        )
     pack_tied_head(twin.model, config)
 
 

@@ -46,7 +46,7 @@ from async_rl.inference.notifier import Notifier
 from async_rl.inference.pool import Member
 from async_rl.inference.publisher import PublishReport
 from async_rl.inference.stub import Stub
-from async_rl.metrics.registry import StepRecord, queue_metrics
+from async_rl.metrics.registry import StepRecord, draft_metrics, queue_metrics
 from async_rl.rollout.group_contents import GroupContents, fetched
 from async_rl.rollout.prompts import PromptSource
 from async_rl.rollout.recorded import require_closed
@@ -382,6 +382,8 @@ class Controller:
         metrics["step/seconds"] = seconds
         metrics["idle/trainer"] = waited / seconds
         metrics["idle/rollout"] = max(0.0, 1.0 - (await self._replicas.busy_seconds() - busy) / seconds)
+        drafts = self._replicas.drafts
+        metrics |= draft_metrics(proposed=drafts.proposed, accepted=drafts.accepted)
         metrics["throughput/tokens_per_s"] = sum(prepared.gradient_tokens) / seconds
         self._recorder.lengths.trained(prepared.lengths)
         await self._record(prepared, metrics)

@@ -34,7 +34,7 @@ from async_rl.rollout.teachers import teacher_of
 from async_rl.trainer.model.families import read_shape
 from async_rl.trainer.model.layout import layout_problems, weight_problems
 from async_rl.weights.model_info import CheckpointError, is_quantized, read_model_info
-from async_rl.weights.quantized import dequantization_problems, plain_folder
+from async_rl.weights.quantized import dequantization_problems, plain_folder, plain_names
 from async_rl.weights.remote import driver_problem
 from message_queue.errors import EngineError
 
@@ -143,7 +143,7 @@ def model_problems(config: RunConfig, checkpoint: Path) -> Iterator[str]:
     yield from layout_problems(shape, config.trainer)
     yield from _engine_problems(config, checkpoint)
     try:
-        names = tensor_shapes(weight_files(checkpoint))
+        names = {*plain_names(tensor_shapes(weight_files(checkpoint)))}
     except CheckpointError as error:
         yield f"model.checkpoint: {error}"
     else:

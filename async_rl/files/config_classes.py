@@ -115,10 +115,10 @@ def _class_of_values(hint: Any) -> type[Any] | None:
 
 def _config_classes(hint: Any, values: Mapping[str, Any], *, key: str) -> list[type[Any]]:
     """The config class that `values` are of; of several, the one whose name they carry, or a user's class."""
-    members = [m for m in get_args(hint) or (hint,) if is_dataclass(m)]
+    members: list[type[Any]] = [m for m in get_args(hint) or (hint,) if isinstance(m, type) and is_dataclass(m)]
     if len(members) > 1:
         if ":" in (name := str(values.get("name"))):
             base = next(kind for kind in members[0].__mro__ if all(issubclass(member, kind) for member in members))
             return [user_class(name, key=key, kind=base)]
         members = [m for m in members if cast(Any, m).__dataclass_fields__["name"].default == values.get("name")]
-    return cast(list[type[Any]], members)
+    return members

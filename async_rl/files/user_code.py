@@ -90,7 +90,7 @@ def or_user_class(kind: type[Any], *, key: str, problem_of: Callable[[Any], str]
         except ValueError:  # of a bound, or a rule of the class
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a user may raise anything
-            problem = f"which failed: {describe_error(error)}"
+            made, problem = None, f"which failed: {describe_error(error)}"
         if problem:
             raise ValueError(f"{key}.name is {name!r}, {problem}")
         return made

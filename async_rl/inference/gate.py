@@ -18,6 +18,19 @@ KVPolicy = Literal["keep", "recompute"]
 NODE_NOTICE_S = 2.0  # from the death of an engine to the report of another node that may be the cause
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens of decodes that ended by themselves; the engine does not count those of aborted ones."""
+
+    proposed: int = 0
+    """Drafts that the model verified."""
+    accepted: int = 0
+    """Drafts that became tokens."""
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(self.proposed + other.proposed, self.accepted + other.accepted)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStats:
     """Counters of one replica since its start."""
@@ -26,6 +39,8 @@ class ReplicaStats:
     """Requests admitted and not finished, now."""
     busy_seconds: float
     """Time with at least one request in flight, in seconds."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Draft tokens so far."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +55,8 @@ class InflightRequest:
     """Whether the request must leave the engine and park; `resume` sends it back to the engine."""
     parked: bool = False
     """Whether the request waits outside the engine after an eviction."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Draft tokens of its decodes so far."""
     result: list[TokenOutput] | None = None
     """Segments of the request; None until it has a result."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +101,7 @@ class RequestGate:
         self._frozen = False
         self._requests: dict[str, InflightRequest] = {}
         self._busy_seconds = 0.0
+        self._drafts = DraftCounts()
         self._busy_since = 0.0
 
     @property
@@ -113,6 +131,7 @@ class RequestGate:
             yield request
         finally:
             del self._requests[request_id]
+            self._drafts += request.drafts
             request.finished.set()
             request.outside.set()
             if not self._requests:
@@ -221,7 +240,8 @@ class RequestGate:
     def stats(self) -> ReplicaStats:
         """Counters since the start."""
         running = time.monotonic() - self._busy_since if self._requests else 0.0
-        return ReplicaStats(in_flight=len(self._requests), busy_seconds=self._busy_seconds + running)
+        busy_seconds = self._busy_seconds + running
+        return ReplicaStats(in_flight=len(self._requests), busy_seconds=busy_seconds, drafts=self._drafts)
 
 
 async def until_finished(requests: Iterable[InflightRequest]) -> None:

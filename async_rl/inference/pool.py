@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from async_rl.files.logs import notes_of
+from async_rl.inference.gate import DraftCounts
 from async_rl.inference.notifier import Notifier
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.stub import Stub
@@ -42,6 +43,8 @@ class Member:
     """Requests of the router on this replica."""
     busy_seconds: float = 0.0
     """Last reading of its counter."""
+    drafts: DraftCounts = field(default_factory=DraftCounts)
+    """Last reading of its counters."""
     calls: dict[asyncio.Timeout, None] = field(default_factory=dict[asyncio.Timeout, None])
     """Deadlines of the calls under way, in starting order; `lose` ends these calls."""
 
@@ -256,6 +259,11 @@ class ReplicaPool:
                 reads.create_task(self._read_busy(member))
         return sum(member.busy_seconds for member in self._members) / self._num_slots
 
+    @property
+    def drafts(self) -> DraftCounts:
+        """Draft tokens of all replicas since the start, at the last reading of `busy_seconds`."""
+        return sum((member.drafts for member in self._members), DraftCounts())
+
     # ---- inside
 
     def _require_live(self, member: Member) -> None:
@@ -265,6 +273,7 @@ class ReplicaPool:
     async def _read_busy(self, member: Member, *, timeout_s: float | None = None) -> None:
         try:
             async with self.calling(member, timeout_s=timeout_s):
-                member.busy_seconds = (await member.replica.call(EngineReplica.stats)).busy_seconds
+                stats = await member.replica.call(EngineReplica.stats)
+                member.busy_seconds, member.drafts = stats.busy_seconds, stats.drafts
         except ReplicaLostError:
             return  # keep the last reading

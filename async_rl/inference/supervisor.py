@@ -17,6 +17,7 @@ from annotated_types import Ge
 
 from agent_loop.bounds import Seconds, bounded
 from async_rl.files.logs import notes_of, with_notes
+from async_rl.inference.gate import DraftCounts
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
 from async_rl.inference.publisher import Publisher
 from message_queue.errors import EngineError
@@ -86,6 +87,11 @@ class Supervisor:
     async def busy_seconds(self) -> float:
         """See ReplicaPool."""
         return await self._pool.busy_seconds()
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """See ReplicaPool."""
+        return self._pool.drafts
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
         """Detect hanging replicas, and replace failed ones, as long as there is a live one or one that is started.

@@ -187,6 +187,10 @@ METRICS: dict[str, Metric] = {
     "idle/rollout": Metric("mean", "share", "time of the step that replicas had no request in flight"),
     "queue/ready": Metric("mean", "groups", "finished groups that wait for the trainer"),
     "queue/open": Metric("mean", "groups", "groups that are being generated"),
+    "draft/proposed": Metric(
+        "last", "tokens", "drafts that the model verified since the start of the replicas, without aborted decodes"
+    ),
+    "draft/accepted_fraction": Metric("last", "share", "drafts of draft/proposed that became tokens"),
     "sync/seconds": Metric("mean", "s", "newest publish, first pause (or staging) to last resume"),
     "sync/pause_seconds": Metric("mean", "s", "newest publish, longest pause of a replica"),
     "throughput/tokens_per_s": Metric("mean", "tokens/s", "sampled tokens trained per second of wall time"),
@@ -342,6 +346,11 @@ def queue_metrics(snapshot: QueueSnapshot) -> dict[str, float]:
         "ledger/requeued": counts.reasons.get(DropKind.REQUEUED, 0),
         "ledger/without_spread": counts.reasons.get(DropKind.NO_SPREAD, 0),
     }
+
+
+def draft_metrics(*, proposed: int, accepted: int) -> dict[str, float]:
+    """Metrics of draft tokens; none without drafts."""
+    return {"draft/proposed": proposed, "draft/accepted_fraction": accepted / proposed} if proposed else {}
 
 
 def staleness_histogram(

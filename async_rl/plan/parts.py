@@ -27,7 +27,7 @@ import numpy as np
 from agent_loop.engine import GenerateRequest
 from async_rl.controller.checkpoints import Checkpoints, RunState
 from async_rl.controller.parts import Trainer
-from async_rl.inference.gate import KVPolicy
+from async_rl.inference.gate import DraftCounts, KVPolicy
 from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.recorder import Recorder
 from async_rl.plan.description import Interruptions, Rates
@@ -235,6 +235,10 @@ class Replicas(Supervisor):
         for replica in self._replicas:
             replica.advance()
         return sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
+
+    @property
+    def drafts(self) -> DraftCounts:
+        return DraftCounts()
 
     async def watch(self, *, every_s: float, timeout_s: float) -> None:
         await asyncio.Event().wait()

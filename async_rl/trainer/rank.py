@@ -466,6 +466,7 @@ class TrainerRank:
             teaches=self._teaches,
             layers=model.replay.layers if model.replay is not None else (),
             rotary=model.rotary,
+            earlier=model.shape.convolved_rows,
         )
         return MicroBatches(builder, update.micro_batches[self.data_rank])
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 from torch import Tensor
 
+from async_rl.trainer.batch.chains import chains_of
 from async_rl.trainer.batch.forest import Forest, shared_prefixes
 from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
 from async_rl.trainer.batch.routed_experts import replayed_rows
@@ -172,6 +173,8 @@ class MicroBatchBuilder:
     """Global numbers (from 0) of the MoE layers of this rank."""
     rotary: Rotary
     """Rotary angles of the model."""
+    earlier: int | None = None
+    """Rows before each that a convolution reads, in a model with recurrent layers; else None."""
 
     def build(self, numbers: Sequence[int]) -> MicroBatch:
         """Build the micro-batch of the sequences `numbers` of the batch; without sequences it has only padding.
@@ -193,6 +196,9 @@ class MicroBatchBuilder:
         trajectories = torch.from_numpy(self.batch.trajectory[list(numbers)]).unique(sorted=True)
         loss["trajectory"] = torch.searchsorted(trajectories, loss["trajectory"])
         cosine, signed_sine = self.rotary.at(rows.positions)
+        chains = None
+        if self.earlier is not None:
+            chains = chains_of(forest, at=self.at, packing=self.packing, earlier=self.earlier).to(to)
         return MicroBatch(
             token_ids=take_rows(token_ids, rows.index, fill=0).unsqueeze(0).to(to),
             loss_rows=loss_rows.to(to),
@@ -206,6 +212,7 @@ class MicroBatchBuilder:
                 rows=rows.to(to),
                 rotary=(cosine.to(to), signed_sine.to(to)),
                 routing=self._micro_batch_routing(dict(zip(numbers, sequences, strict=True)), rows, forest),
+                chains=chains,
             ),
             temperature=self.batch.temperature,
             has_padding=bool((rows.index < 0).any()),

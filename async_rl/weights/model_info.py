@@ -46,11 +46,12 @@ def layer_of(name: str) -> int | None:
 def is_carried(name: str, *, num_layers: int) -> bool:
     """Whether a Hugging Face tensor belongs to a layer for multi-token prediction.
 
-    Such layers are numbered after the layers of the model: `model.layers.46.eh_proj.weight` with num_layers=46. They
-    are neither trained nor served, and an exported checkpoint has them unchanged.
+    Such layers are numbered after the layers of the model: `model.layers.46.eh_proj.weight` with num_layers=46. In
+    Qwen3-Next their names begin with `mtp.`. They are not trained, serve for drafts at most (`engine.speculation`), and
+    an exported checkpoint has them unchanged.
     """
     layer = layer_of(name)
-    return layer is not None and layer >= num_layers
+    return name.startswith("mtp.") or (layer is not None and layer >= num_layers)
 
 
 def is_quantized(checkpoint: Path) -> bool:

@@ -122,8 +122,6 @@ def _whole_folder(folder: Path) -> Generator[Path]:
 def carried_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a checkpoint folder that are exported unchanged; see `is_carried`. Others are not read."""
     config = json.loads((checkpoint / "config.json").read_text())
-    if not config.get("num_nextn_predict_layers"):
-        return
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118

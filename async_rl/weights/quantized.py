@@ -15,7 +15,7 @@ import json
 import math
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,17 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return plain
 
 
+def plain_names(saved: Collection[str]) -> Iterator[str]:
+    """Names of the plain tensors of saved ones: without scales, and without the ending `_blocks` of numbers."""
+    for name in saved:
+        number = name.removesuffix(_FP4_BLOCKS)
+        if name.endswith(_FP8_SCALE) and name.removesuffix(_FP8_SCALE) in saved:
+            continue
+        if name.endswith(_FP4_SCALE) and name.removesuffix(_FP4_SCALE) + _FP4_BLOCKS in saved:
+            continue
+        yield number if number + _FP4_SCALE in saved else name
+
+
 class _PlainTensors:
     """Plain tensors of a quantized checkpoint folder; a tensor and its scales may be in different files.
 
@@ -176,7 +187,7 @@ class _PlainTensors:
         for path in sorted(checkpoint.glob("*.safetensors")):
             file = safe_open(path, "pt")
             self._saved |= dict.fromkeys(file.keys(), file)
-        self.names = [self._plain_name(name) for name in self._saved if not self._is_scale(name)]
+        self.names = [*plain_names(self._saved)]
         """Of the plain tensors, in the order of the files."""
 
     def read(self, name: str) -> Tensor:
@@ -222,16 +233,6 @@ class _PlainTensors:
                 f"{self._checkpoint}: {name} is {kind} without scales; copy the complete folder again"
             )
         return math.prod(shape), _SIZES[kind]
-
-    def _is_scale(self, name: str) -> bool:
-        return any(
-            name.endswith(suffix) and name.removesuffix(suffix) + of in self._saved
-            for suffix, of in ((_FP8_SCALE, ""), (_FP4_SCALE, _FP4_BLOCKS))
-        )
-
-    def _plain_name(self, name: str) -> str:
-        plain = name.removesuffix(_FP4_BLOCKS)
-        return plain if self._is_fp4(plain) else name
 
     def _is_fp4(self, name: str) -> bool:
         return name + _FP4_BLOCKS in self._saved and name + _FP4_SCALE in self._saved

@@ -11,11 +11,14 @@ from dataclasses import replace
 
 import pytest
 import ray
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import CONFIGS, RECIPES, ConfigError, build_config, load_config, recipe_overrides
 from async_rl.run import EXIT_REFUSED, _parse, causes, hydra_value, log_ends, main, resume_command
+from async_rl.trainer.model.families import read_shape
+from async_rl.trainer.model.families.weights import expected_weights
 from message_queue.journal import FORMAT, EventJournal, JournalConfig
 from message_queue.state import StoredState
 from recipes.calculator.model import TinyModelConfig, save_initial_checkpoint
@@ -84,6 +87,8 @@ def without(*names):
 
 def as_olmoe(folder):
     with_config(model_type="olmoe", norm_topk_prob=False, rms_norm_eps=1e-5, mlp_only_layers=[])(folder)
+    names = expected_weights(read_shape(folder))
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors")
 
 
 def with_a_prediction_layer(folder):

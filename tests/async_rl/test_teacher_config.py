@@ -77,6 +77,7 @@ def test_keys_of_teachers_have_the_name_that_the_user_chooses():
         ([TEACHER, "distillation.rewards=false", "rollout.drop_without_spread=2"], "distillation.rewards"),
         ([TEACHER, "distillation.rewards=false", "loss.kl_in=reward", "loss.kl_coefficient=0.1"], "loss.kl_in"),
         ([TEACHER, "teachers.math.engine.max_model_len=200"], "teachers.math.engine.max_model_len"),
+        ([TEACHER, "teachers.math.engine.speculation.method=ngram"], "engine.speculation"),
         ([TEACHER, "teachers.math.engine.nodes=2", "teachers.math.engine.tensor_parallel=2"], "engine.nodes"),
         ([TEACHER, "rollout.trajectories_per_group=1"], "rollout.trajectories_per_group"),
     ],

@@ -17,11 +17,12 @@ import pytest_asyncio
 from async_rl.inference.sglang import server as sglang_server_module
 from async_rl.inference.sglang.config import server_environment
 from async_rl.inference.sglang.engine import SglangReplica, start_sglang
+from async_rl.inference.vllm import config as vllm_config
 from async_rl.inference.vllm.engine import VllmBackend, VllmReplica, engine_environment
 from tests.conformance import sglang_support
-from tests.conformance.engines import VOCAB, EngineUnderTest
+from tests.conformance.engines import DRAFTS, VOCAB, EngineUnderTest
 from tests.conformance.planted import plugin_folder
-from tests.conformance.served import VLLM, Models, fake_under_test, make_models, start_vllm, under_test
+from tests.conformance.served import SPECULATION, VLLM, Models, fake_under_test, make_models, start_vllm, under_test
 from tests.helpers.tiny_models import qwen3_moe_config
 
 
@@ -41,6 +42,16 @@ def environment() -> Iterator[None]:
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def engine(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
     replica = await start_vllm(VLLM, checkpoint=models.paths[0])
+    yield replica
+    await replica.close()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="package")
+async def vllm_with_drafts(models: Models, environment: None) -> AsyncIterator[VllmReplica]:
+    """Each token that occurred before is followed by drafts, so most steps accept some and reject others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_config, "NGRAMS", {"prompt_lookup_min": 1, "prompt_lookup_max": 3})
+        replica = await start_vllm(replace(VLLM, speculation=SPECULATION), checkpoint=models.paths[0])
     yield replica
     await replica.close()
 
@@ -122,11 +133,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             terminalreporter.write_line(str(figure))
 
 
-@pytest.fixture(params=["fake", "vllm", "sglang"])
+@pytest.fixture(params=["fake", "vllm", DRAFTS, "sglang"])
 def server(request: pytest.FixtureRequest) -> Any:
     """A replica of each engine, started at most once; None for the fake."""
     fixtures = {
         "vllm": "engine",
+        "vllm-drafts": "vllm_with_drafts",
         "vllm-tp2": "vllm_of_two_ranks",
         "sglang": "sglang_server",
         "sglang-tp2": "sglang_of_two_ranks",

@@ -52,8 +52,9 @@ HOST = "127.0.0.1"
 VOCAB = 117
 MARKS = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 # The fake has no K/V, hence no prefix cache, no chunks of a prefill and no preemption, and a place for every request.
-WITH_KV = pytest.mark.parametrize("server", ["vllm", "sglang"], indirect=True)
-ON_VLLM = pytest.mark.parametrize("server", ["vllm"], indirect=True)
+DRAFTS = pytest.param("vllm-drafts", marks=pytest.mark.drawn(15, of="vLLM with drafts"))
+WITH_KV = pytest.mark.parametrize("server", ["vllm", DRAFTS, "sglang"], indirect=True)
+ON_VLLM = pytest.mark.parametrize("server", ["vllm", DRAFTS], indirect=True)
 ON_SGLANG = pytest.mark.parametrize("server", ["sglang"], indirect=True)
 
 

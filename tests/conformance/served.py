@@ -10,6 +10,7 @@ import torch
 
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import engine as vllm
+from async_rl.inference.vllm.config import Speculation
 from async_rl.inference.vllm.engine import VllmBackend, VllmConfig, VllmReplica
 from async_rl.weights.model_info import read_model_info
 from async_rl.weights.transport import WeightUpdate, read_tensors
@@ -37,6 +38,7 @@ VLLM = VllmConfig(
 )
 
 
+SPECULATION = Speculation(method="ngram", tokens=3)
 BUCKET_BYTES = 64 << 10  # so that an update has several buckets
 
 

@@ -40,7 +40,7 @@ def require_sglang() -> None:
 
 def qwen3_moe(**changes: Any) -> Any:
     """Every layer has experts: SGLang knows no dense ones in this family."""
-    return qwen3_moe_config(dense_layers=(), **changes)
+    return qwen3_moe_config(mlp_only_layers=[], **changes)
 
 
 def mixtral(**changes: Any) -> Any:

@@ -59,7 +59,7 @@ def place(tmp_path_factory):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     tokenizer = tokenizers_of_families.build("qwen")
-    config = tiny_models.qwen3_moe_config(vocab_size=len(tokenizer), dense_layers=(), max_position_embeddings=4096)
+    config = tiny_models.qwen3_moe_config(vocab_size=len(tokenizer), mlp_only_layers=[], max_position_embeddings=4096)
     tokenizer.save_pretrained(tiny_models.save_checkpoint(config, folder / "PATH", seed=0))
     for name in ("Qwen", "shared", "build/first_model"):
         (folder / name).mkdir(parents=True)

@@ -1,5 +1,7 @@
 """Model families of the trainer tests: a checkpoint of each with random norms and biases, its batches and updates."""
 
+from functools import partial
+
 from async_rl.trainer.loss.losses import DecoupledPPO
 from tests.conformance.reference import routers_of
 from tests.helpers import tiny_models
@@ -9,28 +11,21 @@ SMALL_LATENT = {"q_lora_rank": 48, "kv_lora_rank": 40, "qk_rope_head_dim": 16, "
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256}
 YARN |= {"beta_fast": 32, "beta_slow": 1}
 MODELS = {
+    **{family: partial(tiny_models.tiny_config, family, num_hidden_layers=3) for family in tiny_models.FAMILIES},
+    "qwen3_next": lambda: tiny_models.qwen3_next_config(num_hidden_layers=3, full_attention_interval=3),
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**SMALL_LATENT),
     "deepseek_v3-yarn-whole-query": lambda: tiny_models.deepseek_v3_config(
         **{**SMALL_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
         rope_parameters={**YARN, "mscale": 0.7, "mscale_all_dim": 1.0},
     ),
-    "glm4_moe": lambda: tiny_models.glm4_moe_config(num_hidden_layers=3),
     "glm4_moe-plain": lambda: tiny_models.glm4_moe_config(
         num_hidden_layers=3, attention_bias=False, use_qk_norm=False, n_group=4, topk_group=4
     ),
-    "gpt_oss": lambda: tiny_models.gpt_oss_config(num_hidden_layers=3),
-    "llama": lambda: tiny_models.llama_config(num_hidden_layers=2),
     "llama-tied": lambda: tiny_models.llama_config(num_hidden_layers=2, tie_word_embeddings=True),
-    "mixtral": lambda: tiny_models.mixtral_config(num_hidden_layers=2),
-    "olmoe": lambda: tiny_models.olmoe_config(num_hidden_layers=2),
-    "qwen2": lambda: tiny_models.qwen2_config(num_hidden_layers=2),
-    "qwen2_moe": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=3),
     "qwen2_moe-normed": lambda: tiny_models.qwen2_moe_config(num_hidden_layers=2, norm_topk_prob=True, qkv_bias=False),
-    "qwen3": lambda: tiny_models.qwen3_dense_config(num_hidden_layers=2),
     "qwen3-tied-yarn": lambda: tiny_models.qwen3_dense_config(
         num_hidden_layers=2, tie_word_embeddings=True, rope_parameters=YARN
     ),
-    "qwen3_moe": lambda: tiny_models.qwen3_moe_config(num_hidden_layers=3),
 }
 
 

@@ -40,12 +40,13 @@ def test_staged_publishes_to_two_groups_of_vllm_and_two_trainer_ranks_under_drop
     assert expired and all(g["tokens"] > 0 for g in expired)
 
 
-def test_rolling_direct_publishes_to_two_vllm_replicas_from_two_pipeline_stages_under_recycle(tmp_path):
+def test_rolling_direct_publishes_to_two_vllm_replicas_with_drafts_from_two_pipeline_stages_under_recycle(tmp_path):
     trainer = ("trainer.ranks=2", "trainer.parallel.pipeline=2")
-    parts = (*trainer, "engine.replicas=2", "sync.mode=rolling", "sync.route=direct")
+    parts = (*trainer, "engine.replicas=2", "sync.mode=rolling", "sync.route=direct", "engine.speculation.method=ngram")
     steps, groups = run(tmp_path, *parts, "staleness=recycle", "rollout.on_update=keep")
     requeued = [g for g in groups if g["kind"] == "requeued"]
     assert requeued and steps[-1]["ledger/requeued"] >= 1
+    assert steps[-1]["draft/proposed"] > 0 and 0 < steps[-1]["draft/accepted_fraction"] < 1
 
 
 def test_staged_publishes_to_sglang_from_two_tensor_parallel_ranks_under_mask(tmp_path):

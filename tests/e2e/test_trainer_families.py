@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.families import FAMILIES, read_shape
+from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.model_info import CheckpointError
@@ -32,11 +34,14 @@ from tests.parallel.support import (
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
 
 LOSS = DecoupledPPO(entropy_coefficient=0.01)
+FAMILY_OF = {name: FAMILIES[name.partition("-")[0]] for name in MODELS}
 with_experts = pytest.mark.parametrize(
-    "case", [name for name in MODELS if name.split("-")[0] not in ("llama", "qwen2", "qwen3")], indirect=True
+    "case", [name for name, family in FAMILY_OF.items() if family.expert_weights], indirect=True
 )
 with_correction_bias = pytest.mark.parametrize(
-    "case", [name for name in MODELS if name.startswith(("deepseek_v3", "glm4_moe"))], indirect=True
+    "case",
+    [name for name, family in FAMILY_OF.items() if "mlp.router.expert_bias" in family.layer_weights],
+    indirect=True,
 )
 
 
@@ -122,11 +127,18 @@ def test_weights_of_another_shape_than_the_config_are_refused(tmp_path, family, 
         start_trainer(checkpoint, router_replay="none")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+ADDED = {
+    "deepseek_v3": tiny_models.add_prediction_layer,
+    "glm4_moe": tiny_models.add_prediction_layer,
+    "qwen3_next": tiny_models.add_mtp_weights,
+}
+
+
+@pytest.mark.parametrize("family", ADDED)
 def test_layers_for_multi_token_prediction_are_exported_unchanged(tmp_path, family):
     checkpoint = tiny_models.save_checkpoint(MODELS[family](), tmp_path / "start", seed=1)
     plain = saved(checkpoint)
-    carried = tiny_models.add_prediction_layer(checkpoint)
+    carried = ADDED[family](checkpoint)
     trainer = start_trainer(checkpoint, router_replay="none")
     keep_model_files(checkpoint, tmp_path / "model")
     trainer.save_pretrained(tmp_path / "final", like=tmp_path / "model")
@@ -151,9 +163,6 @@ WIDE = {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 48, "in
     ],
 )
 def test_a_layout_that_tensor_ranks_cannot_split_is_refused(tmp_path, model, size, lora, named):
-    from async_rl.trainer.model.families import read_shape
-    from async_rl.trainer.model.layout import layout_problems
-
     model.save_pretrained(tmp_path)
     config = replace(TRAINER, ranks=size, parallel=ParallelConfig(tensor=size), lora=LoraConfig(rank=lora))
     problems = list(layout_problems(read_shape(tmp_path), replace(config, router_replay="none")))

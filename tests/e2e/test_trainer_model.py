@@ -170,12 +170,17 @@ def test_routing_that_does_not_fit_is_refused(trainer, broken, named):
 
 MORE = {f"model.layers.4.{name}.weight": torch.zeros(2, 2) for name in ("eh_proj", "shared_head.norm")}
 LESS = "model.layers.2.self_attn.o_proj.weight"
+BIAS = "model.layers.2.self_attn.o_proj.bias"
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
-    [(lambda w: w | MORE, "num_hidden_layers"), (lambda w: {k: v for k, v in w.items() if k != LESS}, LESS)],
-    ids=["further layers", "absent"],
+    [
+        (lambda w: w | MORE, "num_hidden_layers"),
+        (lambda w: {k: v for k, v in w.items() if k != LESS}, LESS),
+        (lambda w: w | {BIAS: torch.zeros(2)}, BIAS),
+    ],
+    ids=["further layers", "absent", "ignored"],
 )
 def test_a_checkpoint_with_other_tensors_is_refused(checkpoint, trainer, tmp_path, change, named):
     (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())

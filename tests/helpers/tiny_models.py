@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,137 +17,73 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 COMMON = {
+    "vocab_size": 117,
     "hidden_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
     "intermediate_size": 256,
-    "moe_intermediate_size": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "mlp_only_layers": [0]}
+SIGMOID_EXPERTS = {
+    **{"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    **{"first_k_dense_replace": 1, "norm_topk_prob": True},
+}
+ROPE = {"original_max_position_embeddings": 256, "factor": 8.0}
+LLAMA3 = {**ROPE, "rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {**ROPE, "rope_type": "yarn", "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+FAMILIES = {
+    "llama": {"rope_parameters": LLAMA3},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen2_moe": {**QWEN_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 96},
+    "qwen3_moe": {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 32},
+    "qwen3_next": {
+        **{**QWEN_EXPERTS, "mlp_only_layers": [], "norm_topk_prob": True, "shared_expert_intermediate_size": 96},
+        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
+    },
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "glm4_moe": {
+        **SIGMOID_EXPERTS,
+        **{"head_dim": 32, "attention_bias": True, "use_qk_norm": True, "routed_scaling_factor": 1.5},
+    },
+    "deepseek_v3": {
+        **{**SIGMOID_EXPERTS, **LATENT, "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 64},
+        **{"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5},
+    },
+    "glm4_moe_lite": {**SIGMOID_EXPERTS, **LATENT, "num_key_value_heads": 4, "q_lora_rank": 64, "rms_norm_eps": 1e-6},
+    "gpt_oss": {
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": 32},
+        **{"sliding_window": 8, "rope_parameters": YARN},
+    },
+}
+"""A tiny config of each family over COMMON, by its model_type: 8 experts, top-2, layer 0 dense if one can be."""
 
 
-def qwen3_moe_config(*, vocab_size: int = 117, dense_layers: tuple[int, ...] = (0,), **changes: Any) -> Any:
-    """8 experts, top-2; layer 0 is dense."""
-    fields = {
-        **COMMON,
-        "vocab_size": vocab_size,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(dense_layers),
-    }
-    return transformers.Qwen3MoeConfig(**{**fields, **changes})
+def tiny_config(family: str, **changes: Any) -> Any:
+    """The tiny config of a family."""
+    return transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
 
 
-def qwen3_dense_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """No experts at all."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    return transformers.Qwen3Config(
-        **{**fields, "vocab_size": vocab_size, "num_key_value_heads": 2, "head_dim": 32, **changes}
-    )
-
-
-def qwen2_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """No experts; bias on query, key and value."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    return transformers.Qwen2Config(**{**fields, "vocab_size": vocab_size, "num_key_value_heads": 2, **changes})
-
-
-def llama_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """No experts, no bias, and the rotary scaling of Llama 3.1 with channels of every speed."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 256}
-    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "rope_parameters": rope}
-    return transformers.LlamaConfig(**{**fields, **changes})
-
-
-def deepseek_v3_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """Latent attention, grouped sigmoid routing with a correction bias, one shared expert; layer 0 is dense."""
-    fields = {
-        **COMMON,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": 3,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 2,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-    }
-    return transformers.DeepseekV3Config(**{**fields, **changes})
-
-
-def qwen2_moe_config(*, vocab_size: int = 117, dense_layers: tuple[int, ...] = (0,), **changes: Any) -> Any:
-    """8 experts, top-2, one shared expert behind a gate, bias on query, key and value; layer 0 is dense."""
-    fields = {
-        **COMMON,
-        "vocab_size": vocab_size,
-        "num_key_value_heads": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": False,
-        "shared_expert_intermediate_size": 96,
-        "mlp_only_layers": list(dense_layers),
-    }
-    return transformers.Qwen2MoeConfig(**{**fields, **changes})
-
-
-def mixtral_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """8 experts, top-2, in every layer."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2}
-    return transformers.MixtralConfig(**{**fields, "intermediate_size": 64, **changes})
-
-
-def olmoe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """8 experts, top-2, in every layer; one norm over all query heads and one over all key heads."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2}
-    return transformers.OlmoeConfig(**{**fields, "intermediate_size": 64, **changes})
-
-
-def glm4_moe_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """Sigmoid routing with a correction bias, half of each head turns, head norms and bias; layer 0 is dense."""
-    fields = {
-        **COMMON,
-        "vocab_size": vocab_size,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "attention_bias": True,
-        "use_qk_norm": True,
-    }
-    return transformers.Glm4MoeConfig(**{**fields, **changes})
-
-
-def gpt_oss_config(*, vocab_size: int = 117, **changes: Any) -> Any:
-    """8 experts, top-2, with biases; attention sinks, and a window of 8 tokens in every second layer; YaRN."""
-    fields = {k: v for k, v in COMMON.items() if k != "moe_intermediate_size"}
-    fields |= {"vocab_size": vocab_size, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
-    fields |= {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}
-    rope = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "original_max_position_embeddings": 256}
-    fields["rope_parameters"] = rope | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return transformers.GptOssConfig(**{**fields, **changes})
+qwen2_config = partial(tiny_config, "qwen2")
+qwen2_moe_config = partial(tiny_config, "qwen2_moe")
+qwen3_dense_config = partial(tiny_config, "qwen3")
+qwen3_moe_config = partial(tiny_config, "qwen3_moe")
+qwen3_next_config = partial(tiny_config, "qwen3_next")
+llama_config = partial(tiny_config, "llama")
+mixtral_config = partial(tiny_config, "mixtral")
+olmoe_config = partial(tiny_config, "olmoe")
+glm4_moe_config = partial(tiny_config, "glm4_moe")
+deepseek_v3_config = partial(tiny_config, "deepseek_v3")
+gpt_oss_config = partial(tiny_config, "gpt_oss")
 
 
 def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
@@ -159,6 +96,8 @@ def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
                 parameter.normal_(0, 1.5)  # as large as scores
             elif name.endswith("gate_up_proj_bias"):
                 parameter.normal_(0, 4)  # some are clamped
+            elif name.endswith("A_log"):
+                parameter.normal_(-2, 1)  # states last for some ten tokens
             elif parameter.ndim >= 2:
                 parameter.normal_(0, _spread_of(name))
             elif vectors:
@@ -179,8 +118,12 @@ def save_checkpoint(config: Any, directory: Path, *, seed: int, vectors: bool = 
     return directory
 
 
-def add_prediction_layer(checkpoint: Path) -> dict[str, torch.Tensor]:
+def add_prediction_layer(checkpoint: Path, *, repeats: bool = False) -> dict[str, torch.Tensor]:
     """Add a layer for multi-token prediction to a checkpoint of one file, as DeepSeek-V3 and GLM-4.5 have it.
+
+    repeats: the layer predicts that the last token repeats, if its head is that of the model, as in vLLM: attention
+        and experts add nothing, and the projection turns an embedding into the head's row of the same token. Otherwise
+        the predictions are arbitrary.
 
     Returns:
         its tensors.
@@ -199,7 +142,32 @@ def add_prediction_layer(checkpoint: Path) -> dict[str, torch.Tensor]:
     head = torch.randn_like(weights["lm_head.weight"])
     norms = {f"{layer}{name}.weight": torch.ones(head.shape[1]) for name in ("enorm", "hnorm", "shared_head.norm")}
     added |= norms | {f"{layer}embed_tokens.weight": head, f"{layer}shared_head.head.weight": head + 1}
-    added[f"{layer}eh_proj.weight"] = torch.randn(head.shape[1], 2 * head.shape[1])
+    size = head.shape[1]
+    added[f"{layer}eh_proj.weight"] = torch.randn(size, 2 * size)
+    if repeats:
+        added |= {n: torch.zeros_like(w) for n, w in added.items() if n.endswith(("o_proj.weight", "down_proj.weight"))}
+        embedding = weights["model.embed_tokens.weight"]
+        to_head = torch.linalg.lstsq(torch.nn.functional.rms_norm(embedding, (size,)), weights["lm_head.weight"])
+        added[f"{layer}eh_proj.weight"] = torch.cat([to_head.solution.T, torch.zeros(size, size)], dim=1)
+        added[f"{layer}embed_tokens.weight"] = embedding.clone()
+    save_file(weights | added, checkpoint / "model.safetensors", metadata={"format": "pt"})
+    return added
+
+
+def add_mtp_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Add the tensors of a layer for multi-token prediction to a checkpoint of one file, as Qwen3-Next has them.
+
+    Returns:
+        its tensors.
+    """
+    weights = load_file(checkpoint / "model.safetensors")
+    hidden = len(weights["model.norm.weight"])
+    last = max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
+    prefix = f"model.layers.{last}."
+    added = {
+        name.replace(prefix, "mtp.layers.0."): weight + 1 for name, weight in weights.items() if name.startswith(prefix)
+    }
+    added["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden)
     save_file(weights | added, checkpoint / "model.safetensors", metadata={"format": "pt"})
     return added
 
@@ -251,4 +219,6 @@ def quantize_mxfp4(checkpoint: Path) -> None:
 def _spread_of(name: str) -> float:
     if name.endswith(("gate.weight", "router.weight")):
         return 0.5
+    if name.endswith("conv1d.weight"):
+        return 0.6
     return 0.15 if "lm_head" in name else 0.08

@@ -48,7 +48,14 @@ ON_ONE_RANK = {
 } | {"layout": "single", "shares": False}
 # Makes the models well conditioned: with a residual stream that no layer changes much and router logits of about 1, a
 # unit in the last place of every weight moves no gradient by more than the tolerance. It would by 1e-5 without.
-GAINS = {"embed_tokens.weight": 10.0, "o_proj.weight": 0.05, "down_proj.weight": 0.05, "gate.weight": 0.2}
+GAINS = {
+    "embed_tokens.weight": 10.0,
+    "o_proj.weight": 0.05,
+    "out_proj.weight": 0.05,
+    "down_proj.weight": 0.05,
+    "gate.weight": 0.2,
+}
+GAINS |= {"experts.down_proj": 0.05, "router.weight": 0.2}  # gpt-oss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +221,8 @@ def make_references(cells: list[Cell], folder: Path) -> None:
 
 def make_checkpoint(family: str, folder: Path) -> Path:
     """A tiny model whose weights are spread wide, then scaled by GAINS."""
-    path = tiny_models.save_checkpoint(MODELS[family](), folder, seed=3) / "model.safetensors"
+    biased = family == "gpt_oss"  # ranks that add up their parts must not add a bias twice
+    path = tiny_models.save_checkpoint(MODELS[family](), folder, seed=3, vectors=biased) / "model.safetensors"
     weights = load_file(path)
     for name, weight in weights.items():
         weight *= next((gain for end, gain in GAINS.items() if name.endswith(end)), 1.0)

@@ -57,8 +57,12 @@ FAMILIES = {
     "qwen3_moe": lambda: tiny_models.qwen3_moe_config(rope_theta=1000.0),
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**LATENT, num_hidden_layers=4),
 }
-# gpt-oss cannot be split over tensor and context ranks, so that it is not in every layout of the table.
-MODELS = {**FAMILIES, "gpt_oss": tiny_models.gpt_oss_config}
+# These are in single cells (test_parity.py), not in every layout of the table.
+MODELS = {
+    **FAMILIES,
+    "gpt_oss": tiny_models.gpt_oss_config,
+    "qwen3_next": lambda: tiny_models.qwen3_next_config(full_attention_interval=2, mlp_only_layers=[0]),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

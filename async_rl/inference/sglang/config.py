@@ -23,9 +23,10 @@ CONTEXT_SLACK = 8  # positions of the context that SGLang reserves
 CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
     "qwen2_moe": "its shared expert's gate is a Triton kernel",
+    "qwen3_next": "its shared expert's gate is a Triton kernel",
     "deepseek_v2": "latent attention has no CPU version",
     "deepseek_v3": "latent attention has no CPU version",
-    "gpt_oss": "its attention on the CPU ignores sinks",
+    "gpt_oss": "torch_native, its attention without AMX kernels, takes no sinks",
 }
 FORCED_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe")  # checked against transformers
 TIED_FAMILIES = ("qwen2", "qwen3", "llama")  # SGLang reads tie_word_embeddings in these

@@ -25,8 +25,14 @@ from message_queue.tokens import RoutingSpec
 
 BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
-FORCED_FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")  # as in transformers
+FORCED_FAMILIES = (  # their forced routing is that of transformers
+    *("qwen3_moe", "qwen2_moe", "qwen3_next", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    "gpt_oss",
+)
+GPT_OSS_EPS = 1e-5  # of the norms that vLLM builds for gpt-oss
 TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
+MTP_FAMILIES = ("deepseek_v3", "glm4_moe")  # their layers for multi-token prediction are kept in a trained checkpoint
+NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # most tokens that a repetition is found by
 ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
     {
         *("trust_remote_code", "safetensors_load_strategy", "safetensors_prefetch_num_threads"),
@@ -43,6 +49,7 @@ ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the 
     }
 )
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on the CPU
+CPU_DELTA_NET_SIZES = (64, 128)  # channels of heads of gated delta nets in bfloat16, as tested
 CPU_VARIABLES = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several replicas would bind to the same cores
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs its worker in its own process
@@ -50,8 +57,30 @@ CPU_VARIABLES = {
 }
 CUDA_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "1"}  # the only GPU runner that returns routed experts
 OWN_VARIABLES = frozenset(
-    {PLUGIN_VARIABLE, "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL", "OMP_NUM_THREADS", *CPU_VARIABLES, *CUDA_VARIABLES}
+    {
+        PLUGIN_VARIABLE,
+        "VLLM_NO_USAGE_STATS",
+        "VLLM_LOGGING_LEVEL",
+        "OMP_NUM_THREADS",
+        "NUMBA_NUM_THREADS",
+        *CPU_VARIABLES,
+        *CUDA_VARIABLES,
+    }
 )
+
+
+@bounded("engine.speculation")
+class Speculation:
+    """Draft tokens that the engine verifies in one forward pass; the distribution of the tokens is that of the model.
+
+    Drafts that the model does not sample are forgotten: neither rows nor logprobs nor K/V are left.
+    """
+
+    method: Literal["ngram", "mtp"]
+    """Where drafts come from: the tokens that followed the last few tokens earlier in the sequence, or the
+    checkpoint's layers for multi-token prediction."""
+    tokens: Count = 3
+    """Most drafts in one forward pass of a request."""
 
 
 @bounded("engine")
@@ -68,6 +97,8 @@ class VllmConfig(ServingConfig):
     least 64 MiB and for one request."""
     block_size: Count | None = None
     """Tokens per K/V block; None is 32 on the CPU, and vLLM's choice on a GPU or for multi-head latent attention."""
+    speculation: Speculation | None = None
+    """Draft tokens; None is one token for each forward pass."""
 
     def __post_init__(self) -> None:
         ServingConfig.__post_init__(self)
@@ -114,10 +145,9 @@ def check_engine(
         *(_cpu_problems(config, info, fields, capture_routing=capture_routing) if device == "cpu" else ()),
     ]
     if info.family == "gpt_oss":
-        problems.append(
-            f"engine.name is 'vllm', and {checkpoint} is gpt_oss, whose experts and attention sinks keep their old "
-            "values when vLLM loads an update, without an error; use another model"
-        )
+        problems += _gpt_oss_problems(config, fields)
+    if config.speculation is not None:
+        problems += _draft_problems(config, config.speculation, info, fields)
     if force_routing and unforcible is not None:
         problems.append(f"forced routing is asked for, but {unforcible}; use rollout.resume_routing=append")
     if problems:
@@ -152,6 +182,8 @@ def _cpu_problems(
             f"engine.name is 'vllm', whose attention on the CPU has no heads of {size} channels (head_dim), only of "
             f"{', '.join(map(str, CPU_HEAD_SIZES))}; use another model, or engine=sglang"
         )
+    if config.dtype != "float32" and (problem := _delta_net_problem(config, fields)) is not None:
+        yield problem
     if config.block_size is not None and latent and config.block_size != CPU_MLA_BLOCK:
         yield (
             f"engine.block_size is {config.block_size}, but latent attention ({info.family}) on the CPU has "
@@ -170,6 +202,67 @@ def _cpu_problems(
         )
 
 
+def _gpt_oss_problems(config: VllmConfig, fields: Mapping[str, Any]) -> Iterator[str]:
+    """Values of the model's config that vLLM's gpt-oss does not read, and the dtype whose sinks become old."""
+    asked = "engine.name is 'vllm', and the checkpoint is gpt_oss with"
+    if (eps := fields.get("rms_norm_eps", GPT_OSS_EPS)) != GPT_OSS_EPS:
+        yield f"{asked} rms_norm_eps={eps}, but vLLM builds its norms with {GPT_OSS_EPS}; use another model"
+    rope: Mapping[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if (kind := rope.get("rope_type") or rope.get("type")) != "yarn":
+        yield f"{asked} rope_type={kind!r}, but vLLM builds this family with yarn; use another model"
+    if unread := sorted(rope.keys() & {"attention_factor", "mscale", "mscale_all_dim"}):
+        yield f"{asked} {', '.join(unread)} in its rope_parameters, which vLLM ignores in this family; leave it out"
+    if config.dtype == "float16" and device_of(config) == "cpu":
+        yield (
+            f"{asked} engine.dtype=float16 on the CPU, where vLLM's attention copies the sinks once and keeps the old "
+            "ones after an update; use float32 or bfloat16"
+        )
+
+
+def _draft_problems(
+    config: VllmConfig, speculation: Speculation, info: ModelInfo, fields: Mapping[str, Any]
+) -> Iterator[str]:
+    """Drafts that the engine cannot make, or whose acceptance was not verified."""
+    asked = f"engine.speculation.method is {speculation.method}"
+    if speculation.method == "mtp":
+        layers = fields.get("num_nextn_predict_layers") or 0
+        if info.family not in MTP_FAMILIES:
+            yield (
+                f"{asked}, and the model family is {info.family}, whose layers for multi-token prediction are served "
+                f"in {', '.join(MTP_FAMILIES)} only; use ngram"
+            )
+        elif not layers:
+            yield f"{asked}, and the checkpoint has no such layers (num_nextn_predict_layers); use ngram"
+        elif speculation.tokens % layers:
+            yield (
+                f"engine.speculation.tokens is {speculation.tokens} with {layers} layers for multi-token prediction; "
+                "use a multiple"
+            )
+    if device_of(config) == "cuda":
+        yield f"{asked} on a GPU, where the rows of rejected drafts were not verified; omit engine.speculation"
+    if config.data_parallel > 1:
+        yield (
+            f"{asked} with engine.data_parallel={config.data_parallel}: groups whose steps have different numbers of "
+            "drafts were not verified; set engine.data_parallel=1, or omit engine.speculation"
+        )
+
+
+def _delta_net_problem(config: VllmConfig, fields: Mapping[str, Any]) -> str | None:
+    """What the CPU kernels of gated delta nets, which are not for float32, do not take; None without such layers."""
+    if "linear_key_head_dim" not in fields:
+        return None
+    if config.dtype != "bfloat16":
+        return f"engine.dtype is {config.dtype}, but gated delta nets on the CPU take bfloat16 or float32; set one"
+    sizes = {name: fields[name] for name in ("linear_key_head_dim", "linear_value_head_dim")}
+    if set(sizes.values()) <= {*CPU_DELTA_NET_SIZES}:
+        return None
+    return (
+        f"engine.dtype is {config.dtype}, and the model has {', '.join(f'{n}={size}' for n, size in sizes.items())}; "
+        f"gated delta nets on the CPU have kernels for {', '.join(map(str, CPU_DELTA_NET_SIZES))} only; set "
+        "engine.dtype=float32"
+    )
+
+
 def _kv_cache_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
     """K/V memory on the CPU if no size is given: 128 requests of 256 tokens with 1 KiB each have 128 MiB."""
     each = _request_bytes(config, fields)
@@ -178,6 +271,9 @@ def _kv_cache_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
 
 def _request_bytes(config: VllmConfig, fields: Mapping[str, Any]) -> int:
     """Bytes of the keys and values of one request of full length, on one rank."""
+    if config.speculation is not None and config.speculation.method == "mtp":
+        layers = fields.get("num_hidden_layers", 0) + (fields.get("num_nextn_predict_layers") or 0)
+        fields = {**fields, "num_hidden_layers": layers}
     return config.max_model_len * kv_bytes_per_token(fields, config) // config.tensor_parallel
 
 
@@ -198,6 +294,7 @@ def process_environment(config: VllmConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "OMP_NUM_THREADS": str(config.threads),  # more threads than cores cost a factor of ten
+        "NUMBA_NUM_THREADS": "1",  # n-grams are found by one thread; others that wait for it cost a factor of ten
     }
 
 
@@ -249,6 +346,8 @@ def engine_args(
         "generation_config": "vllm",  # sampling comes from the request alone
         "disable_log_stats": True,
     }
+    if config.speculation is not None:
+        args |= draft_args(config.speculation)
     if config.ranks > 1:
         args["distributed_executor_backend"] = "mp"  # vLLM would choose Ray's inside a placement group
     if place is not None:
@@ -271,6 +370,17 @@ def engine_args(
             f"{args[taken[0]]!r}; leave it out"
         )
     return {**args, **config.extra_args}
+
+
+def draft_args(speculation: Speculation) -> dict[str, Any]:
+    """Further arguments for drafts. Acceptance is vLLM's "standard" rejection sampling, the only exact one."""
+    method: dict[str, Any] = {"method": speculation.method, "num_speculative_tokens": speculation.tokens}
+    if speculation.method == "ngram":
+        method |= NGRAMS
+    return {
+        "speculative_config": method | {"rejection_sample_method": "standard", "draft_sample_method": "greedy"},
+        "per_request_spec_decode_metrics": "summary",
+    }
 
 
 def cpu_args(config: VllmConfig, model: ServedModel) -> dict[str, Any]:

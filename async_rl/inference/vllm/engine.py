@@ -41,6 +41,7 @@ from async_rl.inference.vllm.process import (
 )
 from async_rl.inference.vllm.segment import (
     cache_salt,
+    draft_counts,
     recorded_rows,
     sampling_params,
     score_params,
@@ -122,8 +123,10 @@ class VllmBackend(EngineBackend):
         prompt: Any = {"type": "token", "prompt_token_ids": request.token_ids.tolist()}
         if salt := cache_salt(request, forced=forced):
             prompt["cache_salt"] = salt
+        output = await self._output(request.request_id, inflight, prompt, params)
+        inflight.drafts += draft_counts(output)
         return to_segments(
-            await self._output(request.request_id, inflight, prompt, params),
+            output,
             request=request,
             info=self._model.info,
             routing=self._model.routing,

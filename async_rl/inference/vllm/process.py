@@ -41,6 +41,7 @@ async def start_engine(args: dict[str, Any]) -> AsyncLLM:
     engine = await asyncio.to_thread(start)
     # The engine process has its own copy. In this process the flag only enables a check that refuses greedy requests.
     engine.input_processor.model_config.return_sampling_mask = False
+    engine.input_processor.speculative_config = None  # only to refuse min-p, which is applied to drafts, too
     await engine.get_supported_tasks()  # vLLM caches the result: this saves the first request a call
     return engine
 

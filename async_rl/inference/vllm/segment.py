@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from agent_loop.engine import GenerateRequest
 from async_rl.compat import FORCED_EXPERTS
 from async_rl.inference.checks import Answer, checked_segments
+from async_rl.inference.gate import DraftCounts
 from async_rl.inference.scores import ScoreRequest, checked_scores
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
@@ -101,6 +102,14 @@ def to_segments(output: RequestOutput, **context: Any) -> list[TokenOutput]:
         kept=None if mask is None else mask.token_ids,
     )
     return checked_segments(answer, **context)
+
+
+def draft_counts(output: RequestOutput) -> DraftCounts:
+    """Draft tokens of a finished output; none without drafts, and none if it was aborted."""
+    found: Any = output.outputs[0].spec_decode_metrics if output.outputs else None
+    if found is None:
+        return DraftCounts()
+    return DraftCounts(found.num_draft_tokens, sum(number * steps for number, steps in enumerate(found.histogram)))
 
 
 def score_params(request: ScoreRequest) -> SamplingParams:

@@ -53,11 +53,13 @@ class LoadsUpdates:
 
         The call runs between two engine steps, so no forward pass uses a partly loaded version.
         """
-        from async_rl.compat.vllm_reload import pack_tied_head, placed_again  # imports vLLM
+        from async_rl.compat.vllm_reload import pack_tied_head, placed_again, reloadable  # imports vLLM
 
         model = self.get_model()
         with placed_again(model):
-            report = _load(version, lambda tensors: self.reload_weights(weights_iterator=tensors), model=model)
+            report = _load(
+                version, lambda tensors: self.reload_weights(weights_iterator=reloadable(model, tensors)), model=model
+            )
         pack_tied_head(model, self.vllm_config)
         return report | {"parameters": _contents(model)}
 

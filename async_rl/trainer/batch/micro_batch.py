@@ -154,14 +154,14 @@ def pack_rows(forest: Forest, *, at: Coordinates, packing: bool = True) -> Packe
         at: coordinates of this rank.
         packing: if False, all nodes are padded to the longest.
     """
-    real, padded = _sizes(forest, at=at, packing=packing)
+    real, padded = node_sizes(forest, at=at, packing=packing)
     starts, tail = padded.cumsum() - padded, np.zeros(len(real) - len(forest.length), np.int64)
     sequence, position, uses = (np.append(x, tail) for x in (forest.sequence, forest.start, forest.uses))
     node = np.arange(len(padded)).repeat(padded)
     offset = np.arange(len(node)) - starts[node]
     first_token = np.append(forest.lengths.cumsum() - forest.lengths, tail)  # without sequences there is only the tail
     is_real = offset < real[node]
-    place, here = _places(starts, padded, at=at)
+    place, here = row_places(starts, padded, at=at)
     token = first_token[sequence[node]] + position[node] + offset
     row_of_token = place[_rows_of_tokens(forest, starts)] - at.context_rank * len(here)
     spans = _spans(forest, starts, padded, place, at=at)
@@ -188,7 +188,7 @@ def take_rows(values: Tensor, index: Tensor, *, fill: float) -> Tensor:
     return values[index.clamp(min=0)].masked_fill(index < 0, fill)
 
 
-def _sizes(forest: Forest, *, at: Coordinates, packing: bool) -> tuple[Int64Array, Int64Array]:
+def node_sizes(forest: Forest, *, at: Coordinates, packing: bool) -> tuple[Int64Array, Int64Array]:
     """(tokens, rows) int64 [nodes] of each node, and of a node of padding behind them if it is needed."""
     multiple = 2 * at.context if at.context > 1 else 1
     real = forest.length
@@ -202,7 +202,7 @@ def _sizes(forest: Forest, *, at: Coordinates, packing: bool) -> tuple[Int64Arra
     return real, padded
 
 
-def _places(starts: Int64Array, padded: Int64Array, *, at: Coordinates) -> tuple[Int64Array, Int64Array]:
+def row_places(starts: Int64Array, padded: Int64Array, *, at: Coordinates) -> tuple[Int64Array, Int64Array]:
     """Place of each row if the rows of the context ranks stand one after the other; rows of this rank.
 
     Of the 2C chunks of each node, rank r has the chunks r and 2C - 1 - r. One node of 8 rows, context=2: rank 0 has the

@@ -498,7 +498,8 @@ class FlashREINFORCE(PolicyLoss):
 def _problem_of(loss: PolicyLoss) -> str:
     """What is wrong with the equation of a user's loss; "" for nothing."""
     found: Any = loss.surrogate()
-    whole = isinstance(found, Surrogate) and all(isinstance(weight, Weight) for weight in found.weights)
+    weights: tuple[Any, ...] = found.weights if isinstance(found, Surrogate) else (None,)
+    whole = all(isinstance(weight, Weight) for weight in weights)
     return "" if whole else f"whose method surrogate returns {found!r}; return a Surrogate of Weights, such as clip()"
 
 

@@ -15,12 +15,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from async_rl.trainer.batch.chains import Chains
 from async_rl.trainer.batch.micro_batch import PackedRows, Slots
-from async_rl.trainer.distributed import context_group
+from async_rl.trainer.distributed import context_group, tensor_group
 from async_rl.trainer.model.prefix_attention import attend_to_prefix
 from async_rl.trainer.router_replay import MicroBatchRouting
 
@@ -56,10 +58,15 @@ class RowContext(PackedSeqParams):
     """(cosine, signed sine) [t, 1, dim] each; see `Rotary.at`."""
     routing: MicroBatchRouting | None = None
     """Routing to record or replay; None for the live router."""
+    chains: Chains | None = None
+    """Chunks of the rows for layers with a recurrent state; None for a model without such layers."""
 
 
 class RMSNorm(torch.nn.Module):
     """RMS norm with support for sequence parallelism: megatron sums the gradients of marked weights over ranks.
+
+    With megatron's layernorm_zero_centered_gamma the factor is 1 + weight. It is at least float32, because bfloat16
+    would round it far more than the weight.
 
     Raises:
         ValueError: the model has another norm.
@@ -69,14 +76,20 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(f"the model's normalization is {config.normalization}; only RMSNorm is supported")
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.zero_centred:
+            wide = torch.promote_types(x.dtype, torch.float32)
+            return self._norm(x.to(wide), 1 + self.weight.to(wide)).to(x.dtype)
+        return self._norm(x, self.weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype == torch.float32:
-            return cast(Tensor, _Float32Norm.apply(x, self.weight, self.eps))
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return cast(Tensor, _Float32Norm.apply(x, weight, self.eps))
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class AllHeadsNorm(RMSNorm):
@@ -252,7 +265,7 @@ class RowAttention(RowModule):
     ) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.context_group = context_group()
+        self.context_group, self.tp_group = context_group(), tensor_group()
         self.window: int | None = None
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
             self.window = config.window_size[0] + 1
@@ -261,6 +274,8 @@ class RowAttention(RowModule):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(k_channels or config.kv_channels)
+
+    sharded_state_dict: Any = DotProductAttention.sharded_state_dict  # sinks are split over tensor ranks
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         """See RowModule."""

@@ -23,6 +23,7 @@ from async_rl.trainer.model.layout import weight_problems
 from async_rl.weights.model_info import CheckpointError, is_quantized
 
 STACKED: tuple[Kind, ...] = ("stacked", "stacked_gate_up")
+GATE_UP: tuple[Kind, ...] = ("gate_up", "stacked_gate_up")
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 LORA = ".lora."
 """Part of the name of every LoRA parameter: `{linear layer}.lora.{projection}.a`."""
@@ -44,12 +45,15 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
     for name, weight in named_weights(chunks):
         names = weight_names(shape, name)
         split, share = split_of(name, weight), None
-        if names.kind == "qkv" and split is not None:
+        if names.kind in ("qkv", "gated_qkv") and split is not None:
             split, share = split.of_heads(chunks[0].config.num_query_groups)
+        elif names.kind == "conv_qkv":  # the channels of a head stand together only when it is joined
+            split, share = None, split
         expert = expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
         try:
-            part = join_names(names, parts, query_groups=num_query_groups(chunks[0].config, split))
+            groups = num_query_groups(chunks[0].config, split)
+            part = join_names(names, parts, config=chunks[0].config, query_groups=groups)
             if share is not None:
                 part = part.tensor_split(share.size)[share.rank]
             if names.kind == "vocabulary":
@@ -135,15 +139,24 @@ def num_query_groups(config: Any, split: Split | None) -> int:
     return config.num_query_groups // (split.size if split else 1)
 
 
-def join_names(names: WeightNames, tensors: list[Tensor], *, query_groups: int) -> Tensor:
-    """One megatron tensor of the Hugging Face tensors `names`.
+def join_names(names: WeightNames, tensors: list[Tensor], *, config: Any, query_groups: int) -> Tensor:
+    """One megatron tensor of the Hugging Face tensors `names`; `query_groups`: key-value heads in it.
 
-    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1. stacked_gate_up
-    with the columns g0 u0 g1 u1: the rows are g0 g1 u0 u1.
+    qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1. gated_qkv
+    with q0 g0 q1 g1 and so on: q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1. conv_qkv with 2 key heads and 4 value heads: the
+    channels are q0 k0 v0 v1 q1 k1 v2 v3. stacked_gate_up with the columns g0 u0 g1 u1: the rows are g0 g1 u0 u1.
     """
     match names.kind:
         case "qkv":
             return torch.cat([t.unflatten(0, (query_groups, -1)) for t in tensors], dim=1).flatten(0, 1)
+        case "gated_qkv":
+            queries, keys, values = (t.unflatten(0, (query_groups, -1)) for t in tensors)
+            queries = queries.unflatten(1, (-1, 2, keys.shape[1])).transpose(1, 2).flatten(1, 3)
+            return torch.cat((queries, keys, values), dim=1).flatten(0, 1)
+        case "conv_qkv":
+            heads = config.linear_num_key_heads
+            parts = tensors[0].split([heads * size for size in _conv_sizes(config)])
+            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
         case "gate_up":
             return torch.cat(tensors)
         case "stacked":
@@ -162,6 +175,13 @@ def split_names(kind: Kind, weight: Tensor, config: Any) -> list[Tensor]:
             head = config.kv_channels
             sizes = [grouped.shape[1] - 2 * head, head, head]
             return [part.flatten(0, 1) for part in grouped.split(sizes, dim=1)]
+        case "gated_qkv":
+            queries, keys, values = split_names("qkv", weight, config)
+            queries = queries.unflatten(0, (config.num_query_groups, 2, -1, config.kv_channels))
+            return [queries.transpose(1, 2).flatten(0, 3), keys, values]
+        case "conv_qkv":
+            parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split(_conv_sizes(config), dim=1)
+            return [torch.cat([part.flatten(0, 1) for part in parts])]
         case "gate_up":
             return list(weight.chunk(2))
         case "stacked":
@@ -172,12 +192,18 @@ def split_names(kind: Kind, weight: Tensor, config: Any) -> list[Tensor]:
             return [weight]
 
 
+def _conv_sizes(config: Any) -> list[int]:
+    """Channels of the convolution for a key head: query, key, and its value heads."""
+    key, values = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
+    return [key, key, values * config.linear_value_head_dim]
+
+
 # ---- parts on the ranks of a group -> one complete tensor
 
 
 def glue_parts(kind: Kind, parts: list[Tensor], dim: int) -> Tensor:
     """Concatenate the parts of all ranks. gate_up parts (g0, u0) and (g1, u1) become (g0, g1, u0, u1)."""
-    if kind == "gate_up":
+    if kind in GATE_UP:
         halves = [part.chunk(2) for part in parts]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
     return torch.cat(parts, dim=dim)
@@ -227,7 +253,8 @@ class _Reader:
     def read(self, name: str, *, weight: Tensor, split: Split | None, expert: int | None = None) -> Tensor:
         """This rank's part of a saved tensor, for a parameter `weight` with split `split`.
 
-        With `expert`, the complete part of this expert in a tensor of all experts.
+        With `expert`, the part of this expert in a tensor of all experts, whose matrices are transposed. The columns
+        g0 u0 g1 u1 of gate and up are those of linear_fc1 on two ranks, g0 u0 on the first.
 
         The last part of a vocabulary may be shorter than `weight`: 9 rows on 2 ranks are the parts 0..4 and 5..8.
 
@@ -236,9 +263,10 @@ class _Reader:
         """
         saved, where = self._find(name)
         if expert is not None:
-            return saved[expert]
+            where[0] = slice(expert, expert + 1)
         if split is not None:
-            axis = weight.partition_dim + len(where) - weight.dim()  # pyright: ignore[reportAttributeAccessIssue]
+            dim: int = weight.partition_dim  # pyright: ignore[reportAttributeAccessIssue]
+            axis = dim + len(where) - weight.dim() if expert is None else len(where) - 1 - dim
             start, stop = where[axis].start, where[axis].stop
             size = -(-(stop - start) // split.size)
             first = min(start + split.rank * size, stop)

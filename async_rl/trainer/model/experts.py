@@ -40,7 +40,7 @@ class GroupedLinear(nn.Module):
 
     Attributes:
         weight: [experts, rows, columns], this rank's part.
-        bias: [experts, rows], or None.
+        bias: [experts, rows], this rank's part if `split` is 0, or None.
     """
 
     def __init__(
@@ -63,14 +63,18 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(new(experts, *shape))
         self.bias = nn.Parameter(new(experts, shape[0])) if bias else None
         self._skip_bias_add = skip_bias_add
+        # With split 1 the sum over the ranks has the bias of the first one. The bias of the others counts as 0, and all
+        # get the same gradient.
+        self._adds_bias = split == 0 or expert_tensor_group().rank() == 0
 
     def forward(self, hidden: Tensor, tokens_per_expert: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """[rows, outputs], and the bias if the caller adds it. hidden: [rows, inputs] in the order of the experts."""
         ends = torch.tensor([*accumulate(tokens_per_expert)], dtype=torch.int32).to(hidden.device, non_blocking=True)
         output = self._forward_impl(input=hidden, weight=self.weight, ends=ends)
-        if self.bias is None or self._skip_bias_add:
-            return output, self.bias
-        return output + rows_of(self.bias, tokens_per_expert), None
+        bias = self.bias if self.bias is None or self._adds_bias else self.bias - self.bias.detach()
+        if bias is None or self._skip_bias_add:
+            return output, bias
+        return output + rows_of(bias, tokens_per_expert), None
 
     def _forward_impl(self, *, input: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """The product; LoRA replaces it (`async_rl.trainer.model.lora`), as that of megatron's layers."""

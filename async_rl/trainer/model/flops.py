@@ -1,12 +1,14 @@
 """Floating-point operations of a train step, and the peak rate of a GPU. This module must not import megatron.
 
 A multiply-add is 2 operations. Counted are the products with the weights of attention, MLPs, routers, experts and
-output layer, and attention itself: once in the forward pass, and twice in the backward pass for the gradients of both
-factors. A frozen weight has no gradient; LoRA takes that of each weight that it adapts. A token has K experts, also
-where `replay_threshold` leaves out recorded ones, because the live router fills their places.
+output layer, attention itself, and the three products with the state of a gated delta net: once in the forward pass,
+and twice in the backward pass for the gradients of both factors. A frozen weight has no gradient; LoRA takes that of
+each weight that it adapts. A token has K experts, also where `replay_threshold` leaves out recorded ones, because the
+live router fills their places.
 
-Not counted are the embedding, norms and other steps per element, the merging of adapters (a share of rank / tokens),
-padding, recomputation, and passes without gradient.
+Not counted are the embedding, norms, convolutions and other steps per element, the products that chunks of a gated
+delta net need in addition to its recurrence, the merging of adapters (a share of rank / tokens), padding,
+recomputation, and passes without gradient.
 """
 
 from __future__ import annotations
@@ -59,12 +61,14 @@ def train_operations(shape: ModelShape, runs: NDArray[np.int64], *, num_loss_tok
     model, tokens, longest = shape.megatron, int(runs[:, 1].sum()), shape.context_length
     count = model["num_layers"]
     window = model["window_size"][0] + 1 if model.get("window_size") else longest
-    windowed, routed = model.get("window_attn_skip_freq") or [1] * count, model.get("moe_layer_freq") or [0] * count
+    windowed = model.get("window_attn_skip_freq") or [1] * count
     total = (2 if lora.rank else 3) * model["hidden_size"] * shape.vocab_size * num_loss_tokens
-    for has_window, has_experts in zip(windowed, routed, strict=True):
-        products = _attention(model) | _mlp(model, experts=bool(has_experts))
+    for has_window, (is_linear, products) in zip(windowed, _layers(model), strict=True):
         total += sum((3 if _is_trained(name, shape, lora) else 2) * tokens * size for name, size in products.items())
-        total += 3 * _pair(model) * attended_pairs(runs, window=window if has_window else longest)
+        if is_linear:
+            total += 3 * _state(model) * tokens
+        else:
+            total += 3 * _pair(model) * attended_pairs(runs, window=window if has_window else longest)
     return 2 * total
 
 
@@ -74,9 +78,9 @@ def pair_cost(shape: ModelShape) -> float:
     Layers with a window count as if they had none. 0.001 says that 1,000 attended tokens cost as much as a token.
     """
     model = shape.megatron
-    routed = model.get("moe_layer_freq") or [0] * model["num_layers"]
-    products = sum(sum((_attention(model) | _mlp(model, experts=bool(experts))).values()) for experts in routed)
-    return len(routed) * _pair(model) / products
+    layers = _layers(model)
+    of_token = sum(sum(products.values()) + is_linear * _state(model) for is_linear, products in layers)
+    return sum(not is_linear for is_linear, _ in layers) * _pair(model) / of_token
 
 
 def attended_pairs(runs: NDArray[np.int64], *, window: int) -> int:
@@ -90,6 +94,34 @@ def attended_pairs(runs: NDArray[np.int64], *, window: int) -> int:
         return int((reach * (2 * tokens - reach + 1) // 2).sum())
 
     return of_first(runs.sum(1)) - of_first(runs[:, 0])
+
+
+def _layers(model: Mapping[str, Any]) -> list[tuple[bool, dict[str, int]]]:
+    """(whether it is a gated delta net, multiply-adds of a token with each weight) of each layer."""
+    none = [0] * model["num_layers"]
+    kinds, routed = model.get("linear_attention_freq") or none, model.get("moe_layer_freq") or none
+    return [
+        (bool(is_linear), (_delta_net(model) if is_linear else _attention(model)) | _mlp(model, experts=bool(experts)))
+        for is_linear, experts in zip(kinds, routed, strict=True)
+    ]
+
+
+def _delta_net(model: Mapping[str, Any]) -> dict[str, int]:
+    """As `_attention`, of a gated delta net."""
+    hidden, heads = model["hidden_size"], model["linear_num_value_heads"]
+    values, keys = heads * model["linear_value_head_dim"], model["linear_num_key_heads"] * model["linear_key_head_dim"]
+    sizes = {"in_proj_qkvz": 2 * (keys + values), "in_proj_ba": 2 * heads, "out_proj": values}
+    return {f"self_attention.{name}": hidden * size for name, size in sizes.items()}
+
+
+def _state(model: Mapping[str, Any]) -> int:
+    """Multiply-adds of a token with the states of all heads: of its key, its update and its query.
+
+    0 for a model without gated delta nets.
+    """
+    if not model.get("linear_attention_freq"):
+        return 0
+    return 3 * model["linear_num_value_heads"] * model["linear_key_head_dim"] * model["linear_value_head_dim"]
 
 
 def _pair(model: Mapping[str, Any]) -> int:
@@ -113,7 +145,8 @@ def _attention(model: Mapping[str, Any]) -> dict[str, int]:
         sizes["linear_kv_down_proj"] = hidden * (latent + turned)
         sizes["linear_kv_up_proj"] = latent * heads * (keys + values)
     else:
-        sizes["linear_qkv"] = hidden * values * (heads + 2 * model["num_query_groups"])
+        queries = heads * (2 if model.get("attention_output_gate") else 1)
+        sizes["linear_qkv"] = hidden * values * (queries + 2 * model["num_query_groups"])
     return {f"self_attention.{name}": size for name, size in sizes.items()}
 
 

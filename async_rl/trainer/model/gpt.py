@@ -26,7 +26,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from async_rl.trainer.distributed import tensor_group
+from async_rl.trainer.distributed import expert_tensor_group, tensor_group
 from async_rl.trainer.loss.logprobs import OutputLayer
 from async_rl.trainer.model.attention import Rotary
 from async_rl.trainer.model.families import ModelShape, read_shape
@@ -114,7 +114,7 @@ def build_model(
     shape = read_shape(checkpoint)
     if problems := list(layout_problems(shape, config)):
         raise ValueError("\n".join(problems))
-    engine = uses_transformer_engine(config, device=device) and not shape.family.local_only
+    engine = uses_transformer_engine(config, device=device) and not _is_local_only(shape)
     with warnings.catch_warnings():
         # Megatron warns that recomputing core attention is useless with fused kernels; it is the user's choice.
         warnings.filterwarnings("ignore", message="If you are using transformer_engine", category=UserWarning)
@@ -144,6 +144,11 @@ def build_model(
     _freeze_expert_bias(megatron, chunks)
     rotary = Rotary(shape.rope.frequencies(), amplitude=shape.rope.amplitude, length=shape.context_length)
     return BuiltModel(shape=shape, config=megatron, chunks=chunks, wrapped=wrapped, rotary=rotary, replay=replay)
+
+
+def _is_local_only(shape: ModelShape) -> bool:
+    """Whether Transformer Engine's spec lacks parts of the model."""
+    return shape.family.local_only or shape.convolved_rows is not None
 
 
 def _build_chunk(
@@ -184,14 +189,18 @@ def _mark_weights(chunk: GPTModel) -> None:
     Megatron marks the dimension only when it draws initial weights. Transformer Engine marks dimension 0 on every
     weight that it does not split itself, including experts. Megatron marks experts only with expert parallelism;
     without the mark and with expert_tensor != tensor, the gradients of experts would be summed over the wrong ranks.
+
+    The gradient norm counts a weight without `tensor_model_parallel` on the first tensor-parallel rank only. The ranks
+    of an expert are other ones, so that copies of a bias on them are marked as shared instead.
     """
     for full_name, parameter in chunk.named_parameters():
         name, weight = local_name(full_name), cast(Any, parameter)
         dimension = split_dimension(name, parameter)
-        weight.tensor_model_parallel = dimension is not None
+        weight.tensor_model_parallel = is_expert(name) or dimension is not None
         weight.partition_dim, weight.partition_stride = -1 if dimension is None else dimension, 1
         if is_expert(name):
             weight.allreduce = False
+            weight.shared = dimension is None and expert_tensor_group().rank() > 0
 
 
 def _freeze_expert_bias(megatron: TransformerConfig, chunks: Sequence[GPTModel]) -> None:
@@ -230,7 +239,7 @@ def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.dev
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     interleaved = parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if shape.megatron.get("multi_latent_attention") else TransformerConfig
-    return kind(
+    built = kind(
         **{"add_bias_linear": False, **shape.megatron},
         tensor_model_parallel_size=parallel.tensor,
         sequence_parallel=parallel.tensor > 1,
@@ -239,7 +248,7 @@ def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.dev
         pipeline_model_parallel_layout=_pipeline_layout(parallel, layers=shape.megatron["num_layers"]),
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
-        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        expert_tensor_parallel_size=1,  # see below
         # All groups reduce gradients, without the division by a token count.
         finalize_model_grads_func=lambda model, _tokens=None, **groups: finalize_model_grads(model, None, **groups),
         normalization="RMSNorm",
@@ -271,6 +280,9 @@ def _megatron_config(shape: ModelShape, config: TrainerConfig, device: torch.dev
         **fusions(shape, device),
         **_recompute(config),
     )
+    # Megatron refuses a larger one for experts with biases, whose sum over the ranks `GroupedLinear` makes right.
+    built.expert_tensor_parallel_size = parallel.expert_tensor_size
+    return built
 
 
 def _pipeline_layout(parallel: ParallelConfig, *, layers: int) -> list[list[str]] | None:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import get_te_version, is_te_min_version
 from torch import Tensor
 
 from async_rl.trainer.model.attention import AllHeadsNorm, RMSNorm, RowAttention
+from async_rl.trainer.model.delta_net import SPLIT_VECTORS, GatedAttention, GatedDeltaNet
 from async_rl.trainer.model.experts import GROUPED
 from async_rl.trainer.model.fused_attention import FusedRowAttention
 from async_rl.trainer.model.latent_attention import LatentAttention
@@ -86,7 +90,23 @@ def layer_specs(
             parts = layer.submodules.self_attention.submodules
             parts.q_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": config.num_attention_heads})
             parts.k_layernorm = ModuleSpec(AllHeadsNorm, params={"heads": config.num_query_groups})
+    if config.linear_attention_freq is not None:
+        _mix_attention(specs, config, stage=stage)
     return specs
+
+
+def _mix_attention(specs: Any, config: TransformerConfig, *, stage: int | None) -> None:
+    """Put gated delta nets into the layers that `linear_attention_freq` marks, and gated attention into the others."""
+    pattern = cast(list[int], config.linear_attention_freq)
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    for place, layer in enumerate(specs.layer_specs):
+        attention, parts = layer.submodules.self_attention, layer.submodules.self_attention.submodules
+        if pattern[first + place]:
+            linears = GatedDeltaNetSubmodules(in_proj=parts.linear_qkv, out_proj=parts.linear_proj)
+            mixer = ModuleSpec(GatedDeltaNet, submodules=cast(Any, linears))
+        else:
+            mixer = replace(attention, module=GatedAttention)
+        specs.layer_specs[place] = replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
 
 
 def replace_modules(spec: Any) -> Any:
@@ -125,10 +145,13 @@ _LOCAL_NAMES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r"mlp.experts.local_experts.\2.\1.weight"),
 )
 _GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\..+)")
-_SPLIT_ROWS = ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1")
-_SPLIT_COLUMNS = ("linear_proj", "linear_fc2")
+_SPLIT_ROWS = (
+    *("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_fc1"),
+    *("in_proj_qkvz", "in_proj_ba"),
+)
+_SPLIT_COLUMNS = ("linear_proj", "linear_fc2", "out_proj")
 _OUTER = ("word_embeddings", "output_layer")
-_SINKS = "softmax_offset"  # of each head
+_SPLIT_VECTORS = ("softmax_offset", *SPLIT_VECTORS)  # of each head
 
 
 def local_name(name: str) -> str:
@@ -179,6 +202,6 @@ def split_dimension(name: str, weight: Tensor) -> int | None:
     """
     module, _, kind = name.rpartition(".")
     of, first = module.rpartition(".")[2], int(is_grouped(name))
-    if kind == _SINKS or (of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias")):
+    if kind in _SPLIT_VECTORS or (of in (*_SPLIT_ROWS, *_OUTER) and kind in ("weight", "bias")):
         return first
     return first + 1 if of in _SPLIT_COLUMNS and kind == "weight" else None

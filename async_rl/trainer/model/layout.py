@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from async_rl.trainer.model.families import ModelShape
+from async_rl.trainer.model.families.weights import compare_weights, grouped
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.weights.model_info import is_carried, layer_of
+from async_rl.weights.model_info import layer_of
 
 
 def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
@@ -16,9 +17,10 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
     experts = model.get("num_moe_experts") or 0
     expert_tensor = parallel.expert_tensor_size if experts else 1
     shared = model.get("moe_shared_expert_intermediate_size")
+    rows = (heads * (2 if model.get("attention_output_gate") else 1) + 2 * groups) * model["kv_channels"]
     for field, size, what, amount in (
         ("tensor", parallel.tensor, "attention heads", heads),
-        ("tensor", parallel.tensor, "rows of queries, keys and values", (heads + 2 * groups) * model["kv_channels"]),
+        ("tensor", parallel.tensor, "rows of queries, keys and values", rows),
         ("tensor", parallel.tensor, "intermediate columns", model["ffn_hidden_size"]),
         *((("tensor", parallel.tensor, "columns of shared experts", shared),) if shared else ()),
         ("expert", parallel.expert, "experts", experts),
@@ -29,21 +31,13 @@ def layout_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
                 f"trainer.parallel.{field} is {size}, which does not divide the model's {amount} {what}; use a divisor"
             )
     yield from _head_problems(shape, config)
+    if shape.convolved_rows is not None:
+        yield from _delta_net_problems(shape, config)
     if parallel.stages > model["num_layers"]:
         yield (
             f"trainer.parallel.pipeline x virtual_pipeline is {parallel.stages}, but the model has "
             f"{model['num_layers']} layers and each stage needs one; use at most {model['num_layers']} stages"
         )
-    for field, size in (
-        ("tensor", parallel.tensor),
-        ("context", parallel.context),
-        ("expert_tensor", expert_tensor if parallel.tensor == 1 else 1),
-    ):
-        if shape.family.local_only and size > 1:
-            yield (
-                f"trainer.parallel.{field} is {size}, and the model has attention sinks and experts with biases, which "
-                f"the trainer does not split; use trainer.parallel.{field}=1 with expert, pipeline or data ranks"
-            )
     if shape.family.local_only and config.layer_spec == "transformer_engine":
         yield (
             "trainer.layer_spec is transformer_engine, and the model has attention sinks and experts with biases, "
@@ -85,6 +79,26 @@ def _head_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
         )
 
 
+def _delta_net_problems(shape: ModelShape, config: TrainerConfig) -> Iterator[str]:
+    """Layouts and layers that gated delta nets are not built for."""
+    heads, tensor, context = shape.megatron["linear_num_key_heads"], config.parallel.tensor, config.parallel.context
+    if heads % (tensor * context):
+        yield (
+            f"trainer.parallel.tensor x context is {tensor * context}, which does not divide the model's {heads} key "
+            "heads of gated delta nets; use a divisor, with pipeline, expert or data ranks"
+        )
+    if config.layer_spec == "transformer_engine":
+        yield (
+            "trainer.layer_spec is transformer_engine, and the model has gated delta nets, which the trainer builds in "
+            "the local layers only; use trainer.layer_spec=local"
+        )
+    if config.lora.rank:
+        yield (
+            f"trainer.lora.rank is {config.lora.rank}, and the model has gated delta nets, which LoRA does not adapt; "
+            "use trainer.lora.rank=0"
+        )
+
+
 def adapted_modules(shape: ModelShape) -> list[str]:
     """Names of the linear layers that LoRA can adapt, as in trainer.lora.target_modules."""
     query = ("linear_q_proj",) if shape.megatron.get("q_lora_rank") else ("linear_q_down_proj", "linear_q_up_proj")
@@ -104,22 +118,24 @@ def module_name(weight: str) -> str:
 
 
 def weight_problems(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
-    """Tensors that the files of a checkpoint lack, or have too many, as far as names of whole layers show.
+    """Tensors that the files of a checkpoint lack, or have too many: those would be neither trained nor exported.
 
     Args:
-        names: of all tensors in the checkpoint's files.
+        names: of all plain tensors in the checkpoint's files.
     """
-    layers = set(map(layer_of, names))
-    number = shape.megatron["num_layers"]
-    needed = ["model.embed_tokens.weight", "model.norm.weight", *(() if shape.tied else ("lm_head.weight",))]
-    missing = [name for name in needed if name not in names]
-    missing += [f"model.layers.{layer}" for layer in range(number) if layer not in layers]
+    missing, unknown = compare_weights(shape, names)
     if missing:
-        yield f"its files have no tensors {', '.join(missing)}, which config.json requires; copy the complete folder"
-    carried = shape.num_carried_layers
-    if further := [name for name in names if is_carried(name, num_layers=number + carried)]:
+        yield f"its files have no tensors {grouped(missing)}, which config.json requires; copy the complete folder"
+    number, carried = shape.megatron["num_layers"], shape.num_carried_layers
+    if further := [name for name in names if (layer_of(name) or 0) >= number + carried]:
         yield (
             f"its files have {len(further)} tensors of further layers than num_hidden_layers={number} and "
             f"num_nextn_predict_layers={carried} say, the first {min(further)}; config.json and weights do not belong "
             "together"
+        )
+    if unknown:
+        yield (
+            f"its files have the tensors {grouped(unknown)}, which a model with this config.json does not have: "
+            "they would be ignored; config.json and weights do not belong together, or the model needs a family "
+            "(docs/guides/family.md)"
         )

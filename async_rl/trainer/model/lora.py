@@ -81,7 +81,7 @@ class LayerAdapters(nn.ModuleDict):
             adapter = self[module_name(fulls[0])] = Adapter(a.to(weight.device), outputs=rows)
             _mark(adapter.a, dimension=outer + 1 if dimension == 1 else None, split=split, expert=expert)
             _mark(adapter.b, dimension=outer if dimension == 0 else None, split=split, expert=expert)
-        self._names, self._outputs, self._query_groups = names[0], outputs, groups
+        self._names, self._outputs, self._query_groups, self._config = names[0], outputs, groups, megatron
         self._scale, self._split, self._dimension = config.alpha / config.rank, split, dimension
 
     def merge(self, weight: Tensor, *, expert: int | None = None) -> Tensor:
@@ -100,7 +100,7 @@ class LayerAdapters(nn.ModuleDict):
         if weight.dim() == 3:
             product = torch.cat(products, dim=1)  # one projection, or gate and up
         else:
-            product = join_names(self._names, products, query_groups=self._query_groups)
+            product = join_names(self._names, products, config=self._config, query_groups=self._query_groups)
         return product.mul_(self._scale).add_(weight).to(weight.dtype)  # in place, because it is large
 
     def _product(self, adapter: Adapter, expert: int | None) -> Tensor:
@@ -166,6 +166,8 @@ def _outputs(kind: Kind, rows: int, *, key_rows: int) -> list[int]:
             return [rows]
         case "stacked" | "stacked_gate_up":
             raise AssertionError(f"{kind}: `layout_problems` refuses LoRA for experts in one tensor")
+        case "gated_qkv" | "conv_qkv":
+            raise AssertionError(f"{kind}: `layout_problems` refuses LoRA for gated delta nets")
 
 
 def _initial(name: str, *, rank: int, inputs: int, seed: int) -> Tensor:

@@ -145,8 +145,9 @@ class WeightSource:
             return parts[0]
         if parts[0] is None:  # its first expert-tensor rank has the experts
             return None
-        here, experts = torch.stack(cast(list[Tensor], parts)), expert_group()
-        stacks = _gather(here, experts, owner=parameter.owner)
+        here = torch.stack(cast(list[Tensor], parts))
+        del parts  # those of split experts are copies
+        stacks = _gather(here, expert_group(), owner=parameter.owner)
         return None if stacks is None else torch.cat(stacks)
 
     def _glued(self, parameter: _Parameter, weight: Tensor) -> Tensor | None:

@@ -5,6 +5,8 @@ import json
 import re
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from agent_loop.programs.program import external
 from async_rl.config import ConfigError, load_config
@@ -18,7 +20,7 @@ from tests.helpers import tiny_models
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    config = tiny_models.qwen3_moe_config(max_position_embeddings=4096, dense_layers=())
+    config = tiny_models.qwen3_moe_config(max_position_embeddings=4096, mlp_only_layers=[])
     return tiny_models.save_checkpoint(config, tmp_path, seed=0)
 
 
@@ -52,6 +54,19 @@ def test_a_model_that_the_trainer_does_not_build_is_refused(checkpoint, field, v
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     (problem,) = problems(checkpoint)
     assert problem.startswith("model.checkpoint: ") and field in problem and f"'{value}'" in problem
+
+
+def test_a_quantized_model_is_accepted_and_a_tensor_that_it_does_not_have_is_refused(checkpoint):
+    tiny_models.quantize_fp8(checkpoint)
+    assert problems(checkpoint) == []
+    bias = "model.layers.2.self_attn.o_proj.bias"
+    save_file({bias: torch.zeros(128)}, checkpoint / "model-3.safetensors")
+    path = checkpoint / "model.safetensors.index.json"
+    path.write_text(
+        json.dumps({"weight_map": json.loads(path.read_text())["weight_map"] | {bias: "model-3.safetensors"}})
+    )
+    (problem,) = problems(checkpoint)
+    assert problem.startswith(f"model.checkpoint is {checkpoint}") and bias in problem
 
 
 SMALL_HEADS = ["engine.name is 'vllm'", "heads of 16 channels", "engine=sglang"]

@@ -2,7 +2,6 @@
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_loop.engine import GenerateRequest
+from async_rl.inference.gate import DraftCounts, ReplicaStats
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.router import ReplicaRouter
@@ -160,16 +160,19 @@ async def test_watch_removes_a_replica_that_does_not_answer():
     watch.cancel()
 
 
-async def test_busy_seconds_are_the_mean_over_all_replicas_and_never_decrease():
+async def test_busy_seconds_and_drafts_are_of_all_replicas_and_never_decrease():
     replicas = fakes(2)
     pool = ReplicaPool(replicas)
     for first, second, mean in ((4.0, 2.0, 3.0), (None, 6.0, 5.0)):
         for replica, seconds in zip(replicas, (first, second), strict=True):
-            replica.stats = lambda busy=seconds: asyncio.sleep(0, SimpleNamespace(busy_seconds=busy))
+            drafts = DraftCounts(int(10 * (seconds or 0)), 5)
+            read = ReplicaStats(in_flight=0, busy_seconds=seconds or 0.0, drafts=drafts)
+            replica.stats = lambda read=read: asyncio.sleep(0, read)
         if first is None:
             replicas[0].die()
             del replicas[0].stats
         assert await pool.busy_seconds() == mean
+        assert pool.drafts == DraftCounts(int(20 * mean), 10), "of the dead one, the last reading"
     assert list(pool.lost) == ["fake-0"]
 
 

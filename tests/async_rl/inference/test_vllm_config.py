@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from async_rl.inference.vllm import plugin as vllm_plugin
-from async_rl.inference.vllm.config import OWN_VARIABLES, VllmConfig, engine_args, engine_environment
+from async_rl.inference.vllm.config import OWN_VARIABLES, Speculation, VllmConfig, engine_args, engine_environment
 from async_rl.inference.vllm.engine import start_vllm
 from message_queue.errors import EngineError
 from tests.async_rl.inference.test_serving import QWEN, check, checkpoint
@@ -21,7 +21,8 @@ def args_of(folder, fields=QWEN, *, device="cpu", capture_support=False, **optio
     return engine_args(config, check(config, folder, fields), capture_routing=True, capture_support=capture_support)
 
 
-GPT_OSS = {**QWEN, "model_type": "gpt_oss"}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256, "beta_fast": 32, "beta_slow": 1}
+GPT_OSS = {**QWEN, "model_type": "gpt_oss", "rms_norm_eps": 1e-5, "rope_parameters": YARN}
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,10 @@ GPT_OSS = {**QWEN, "model_type": "gpt_oss"}
             r"engine\.tensor_parallel is 2 with engine\.data_parallel=2 on the CPU",
             {"device": "cuda", "tensor_parallel": 2, "data_parallel": 2},
         ),
-        (GPT_OSS, {}, r"engine\.name is 'vllm'.*gpt_oss.*sinks", None),
-        (GPT_OSS, {"device": "cuda"}, r"engine\.name is 'vllm'.*gpt_oss.*sinks", None),
+        ({**GPT_OSS, "rms_norm_eps": 1e-6}, {}, "rms_norm_eps=1e-06", None),
+        ({**GPT_OSS, "rope_parameters": {"rope_type": "default"}}, {}, "rope_type='default'", None),
+        ({**GPT_OSS, "rope_parameters": {**YARN, "attention_factor": 1.5}}, {}, "attention_factor", None),
+        (GPT_OSS, {"dtype": "float16"}, r"engine\.dtype=float16", {"dtype": "float16", "device": "cuda"}),
     ],
 )
 def test_what_vllm_cannot_do_with_a_model_is_refused(tmp_path, fields, refused, named, accepted):
@@ -47,6 +50,36 @@ def test_what_vllm_cannot_do_with_a_model_is_refused(tmp_path, fields, refused, 
         check(VllmConfig(**{"device": "cpu"} | accepted), tmp_path, fields)
     if "enforce_eager" in refused:
         check(VllmConfig(device="cpu", **refused), tmp_path, fields, capture_routing=False)
+
+
+MTP = {"speculation": Speculation(method="mtp", tokens=3)}
+NGRAM = {"speculation": Speculation(method="ngram")}
+
+
+@pytest.mark.parametrize(
+    ("fields", "refused", "named", "accepted"),
+    [
+        (QWEN, MTP, r"speculation\.method is mtp.*qwen3_moe", NGRAM),
+        (DEEPSEEK, MTP, r"speculation\.method is mtp.*num_nextn_predict_layers", NGRAM),
+        ({**DEEPSEEK, "num_nextn_predict_layers": 2}, MTP, r"speculation\.tokens is 3 with 2 layers", NGRAM),
+        (QWEN, {**NGRAM, "device": "cuda"}, r"speculation\.method is ngram on a GPU", {"device": "cuda"}),
+        (QWEN, {**NGRAM, "data_parallel": 2}, r"speculation.*engine\.data_parallel=2", {**NGRAM, "tensor_parallel": 2}),
+    ],
+)
+def test_drafts_that_vllm_cannot_make_are_refused(tmp_path, fields, refused, named, accepted):
+    with pytest.raises(ValueError, match=named):
+        check(VllmConfig(**{"device": "cpu", **refused}), tmp_path, fields)
+    check(VllmConfig(**{"device": "cpu", **accepted}), tmp_path, fields)
+    check(VllmConfig(device="cpu", **MTP), tmp_path, {**DEEPSEEK, "num_nextn_predict_layers": 1})
+
+
+def test_the_acceptance_of_drafts_is_the_exact_one_and_no_argument_changes_it(tmp_path):
+    asked = args_of(tmp_path, **NGRAM)["speculative_config"]
+    assert (asked["method"], asked["rejection_sample_method"]) == ("ngram", "standard")
+    assert "speculative_config" not in args_of(tmp_path)
+    for name in ("speculative_config", "spec_method", "spec_tokens"):
+        with pytest.raises(ValueError, match=rf"engine\.extra_args sets {name}"):
+            VllmConfig(extra_args={name: {"method": "ngram", "rejection_sample_method": "synthetic"}})
 
 
 @pytest.mark.parametrize(
@@ -66,10 +99,22 @@ def test_forced_routing_that_vllm_cannot_do_is_refused(tmp_path, fields, device,
     assert (model.routing is None) is not capture
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral", "olmoe", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen3_next", "deepseek_v3", "mixtral", "olmoe", "glm4_moe", "gpt_oss"]
+)
 def test_vllm_offers_forced_routing_for_the_tested_families(tmp_path, family):
-    fields = {**(DEEPSEEK if family == "deepseek_v3" else QWEN), "model_type": family}
+    fields = {**{"deepseek_v3": DEEPSEEK, "gpt_oss": GPT_OSS}.get(family, QWEN), "model_type": family}
     assert check(VllmConfig(device="cpu"), tmp_path, fields, force_routing=True).unforcible is None
+
+
+def test_gated_delta_nets_on_the_cpu_need_a_type_and_heads_that_have_kernels(tmp_path):
+    fields = {**QWEN, "model_type": "qwen3_next", "linear_key_head_dim": 128, "linear_value_head_dim": 32}
+    check(VllmConfig(device="cpu"), tmp_path, fields)
+    check(VllmConfig(device="cpu", dtype="bfloat16"), tmp_path, {**fields, "linear_value_head_dim": 64})
+    with pytest.raises(ValueError, match=r"linear_value_head_dim=32; .*64, 128 only; .*dtype=float32"):
+        check(VllmConfig(device="cpu", dtype="bfloat16"), tmp_path, fields)
+    with pytest.raises(ValueError, match=r"engine\.dtype is float16, .*bfloat16 or float32"):
+        check(VllmConfig(device="cpu", dtype="float16"), tmp_path, fields)
 
 
 def test_latent_attention_on_the_cpu_avoids_kernels_that_are_wrong_or_refuse(tmp_path):

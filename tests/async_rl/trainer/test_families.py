@@ -8,7 +8,7 @@ import torch
 from transformers import modeling_rope_utils
 
 from async_rl.trainer.model.families import FAMILIES, read_shape
-from async_rl.trainer.model.families.settings import RopeScaling
+from async_rl.trainer.model.families.rope import RopeScaling
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from async_rl.weights.model_info import CheckpointError, read_model_info
@@ -16,18 +16,6 @@ from tests.helpers import numerics, tiny_models
 
 pytestmark = pytest.mark.numerics
 
-CONFIGS = {
-    "deepseek_v3": tiny_models.deepseek_v3_config,
-    "glm4_moe": tiny_models.glm4_moe_config,
-    "gpt_oss": tiny_models.gpt_oss_config,
-    "llama": tiny_models.llama_config,
-    "mixtral": tiny_models.mixtral_config,
-    "olmoe": tiny_models.olmoe_config,
-    "qwen2": tiny_models.qwen2_config,
-    "qwen2_moe": tiny_models.qwen2_moe_config,
-    "qwen3": tiny_models.qwen3_dense_config,
-    "qwen3_moe": tiny_models.qwen3_moe_config,
-}
 LLAMA3 = {
     **{"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 1024},
     **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
@@ -37,17 +25,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "original_max_po
 
 def write(folder, family, **changes):
     """A folder with the config of `family`; a value of None takes the field out."""
-    config = CONFIGS[family]().to_dict() | changes
+    config = tiny_models.tiny_config(family).to_dict() | changes
     config = {name: value for name, value in config.items() if name not in changes or value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_every_family_is_tested_here():
-    assert CONFIGS.keys() == FAMILIES.keys()
+    assert tiny_models.FAMILIES.keys() == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_trainer_and_model_info_agree_about_layers_and_experts(tmp_path, family):
     folder = write(tmp_path, family)
     shape, info = read_shape(folder), read_model_info(folder)
@@ -91,7 +79,11 @@ REFUSED = [
     ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0"),
     ("gpt_oss", {"layer_types": ["sliding_attention"] * 4}, "layer_types"),
     ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "rope_theta"),
-    ("qwen3_moe", {"model_type": "qwen3_next"}, r"'qwen3_next', whose Gated DeltaNet .*flash-linear-attention.*; use"),
+    ("qwen3_next", {"attention_bias": True}, "attention_bias=True"),
+    ("qwen3_next", {"linear_num_value_heads": 3}, "linear_num_value_heads=3"),
+    ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
+    ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
+    ("qwen3_next", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim"),
     ("olmoe", {"attention_bias": True}, "attention_bias=True"),
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob=True"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
@@ -120,13 +112,24 @@ def test_more_pipeline_stages_than_layers_are_refused(tmp_path):
         assert f"pipeline x virtual_pipeline is {parallel.stages}" in problem and f"{layers} layers" in problem
 
 
-def test_sinks_and_experts_with_biases_are_refused_in_layouts_that_split_them(tmp_path):
+def test_sinks_and_experts_with_biases_are_built_in_local_layers_without_lora(tmp_path):
     shape = read_shape(write(tmp_path, "gpt_oss"))
-    sound = TrainerConfig(ranks=4, parallel=ParallelConfig(pipeline=2, expert=2))
-    assert list(layout_problems(shape, sound)) == []
-    for field in ("tensor", "context", "expert_tensor"):
-        (problem,) = layout_problems(shape, TrainerConfig(ranks=2, parallel=ParallelConfig(**{field: 2})))
-        assert problem.startswith(f"trainer.parallel.{field} is 2") and f"{field}=1" in problem
+    for field in ("tensor", "context", "expert", "expert_tensor", "pipeline"):
+        parallel = ParallelConfig(**{field: 2})
+        assert list(layout_problems(shape, TrainerConfig(ranks=2, parallel=parallel))) == []
+    (problem,) = layout_problems(shape, TrainerConfig(layer_spec="transformer_engine", dtype="bfloat16"))
+    assert problem.startswith("trainer.layer_spec is transformer_engine") and "layer_spec=local" in problem
+    (problem,) = layout_problems(shape, TrainerConfig(lora=LoraConfig(rank=4)))
+    assert problem.startswith("trainer.lora.rank is 4") and "rank=0" in problem
+
+
+def test_gated_delta_nets_are_refused_in_layouts_that_do_not_divide_their_key_heads(tmp_path):
+    shape = read_shape(write(tmp_path, "qwen3_next", layer_types=None))
+    assert shape.megatron["linear_attention_freq"] == [1, 1, 1, 0]
+    for parallel in (ParallelConfig(tensor=2), ParallelConfig(context=2), ParallelConfig(pipeline=2)):
+        assert list(layout_problems(shape, TrainerConfig(ranks=2, parallel=parallel))) == []
+    (problem,) = layout_problems(shape, TrainerConfig(ranks=4, parallel=ParallelConfig(tensor=2, context=2)))
+    assert problem.startswith("trainer.parallel.tensor x context is 4") and "2 key heads" in problem
     (problem,) = layout_problems(shape, TrainerConfig(layer_spec="transformer_engine", dtype="bfloat16"))
     assert problem.startswith("trainer.layer_spec is transformer_engine") and "layer_spec=local" in problem
     (problem,) = layout_problems(shape, TrainerConfig(lora=LoraConfig(rank=4)))
@@ -147,7 +150,7 @@ def test_sinks_and_experts_with_biases_are_refused_in_layouts_that_split_them(tm
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "qwen3_moe"])
 def test_yarn_angles_equal_those_of_transformers(tmp_path, family, fields):
     rope = {**YARN, **fields, **({"partial_rotary_factor": 0.5} if family == "glm4_moe" else {})}
-    config = CONFIGS[family](rope_parameters=rope)
+    config = tiny_models.tiny_config(family, rope_parameters=rope)
     config.save_pretrained(tmp_path)
     theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)
     ours = read_shape(tmp_path).rope

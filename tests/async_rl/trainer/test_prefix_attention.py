@@ -68,7 +68,7 @@ class Layer:
             params_dtype=torch.float32,
         )
         group = SimpleNamespace(size=lambda: context)
-        with mock.patch.object(attention, "context_group", lambda: group):
+        with mock.patch.multiple(attention, context_group=lambda: group, tensor_group=lambda: group):
             return attention.RowAttention(config, 1, None, "self", softmax_scale=self.scale)
 
 

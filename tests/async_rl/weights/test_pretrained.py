@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from async_rl.weights.digest import digest_of
 from async_rl.weights.pretrained import keep_model_files, sampled_digest, save_adapter, save_pretrained
@@ -39,7 +40,8 @@ def names(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_save_pretrained_writes_one_file_with_its_dtype_and_copies_all_but_weights(tmp_path, model, dtype):
-    for name in ("model-00001-of-00002.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+    save_file({}, model / "model-00001-of-00002.safetensors")
+    for name in ("pytorch_model.bin", "model.safetensors.index.json"):
         (model / name).touch()
     save_pretrained(tmp_path / "final", tensors(dtype=dtype), like=model)
     assert names(tmp_path / "final") == FILES | {"model.safetensors"}
