@@ -238,6 +238,8 @@ def _draft_problems(
                 f"engine.speculation.tokens is {speculation.tokens} with {layers} layers for multi-token prediction; "
                 "use a multiple"
             )
+    if "linear_key_head_dim" in fields:
+        yield f"{asked}, and the state of gated delta nets after rejected drafts was not verified; omit it"
     if device_of(config) == "cuda":
         yield f"{asked} on a GPU, where the rows of rejected drafts were not verified; omit engine.speculation"
     if config.data_parallel > 1:
