@@ -62,7 +62,12 @@ NGRAM = {"speculation": Speculation(method="ngram")}
         (QWEN, MTP, r"speculation\.method is mtp.*qwen3_moe", NGRAM),
         (DEEPSEEK, MTP, r"speculation\.method is mtp.*num_nextn_predict_layers", NGRAM),
         ({**DEEPSEEK, "num_nextn_predict_layers": 2}, MTP, r"speculation\.tokens is 3 with 2 layers", NGRAM),
-        ({**QWEN, "linear_key_head_dim": 64, "linear_value_head_dim": 64}, NGRAM, "ngram, .*state of gated delta nets", {}),
+        (
+            {**QWEN, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+            NGRAM,
+            "ngram, .*state of gated delta nets",
+            {},
+        ),
         (QWEN, {**NGRAM, "device": "cuda"}, r"speculation\.method is ngram on a GPU", {"device": "cuda"}),
         (QWEN, {**NGRAM, "data_parallel": 2}, r"speculation.*engine\.data_parallel=2", {**NGRAM, "tensor_parallel": 2}),
     ],
