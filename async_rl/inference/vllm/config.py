@@ -362,8 +362,7 @@ def engine_args(
         }
     if device_of(config) == "cuda":
         args |= {"gpu_memory_utilization": config.gpu_share(), "kv_cache_dtype": config.kv_cache_dtype}
-        if config.block_size is not None:
-            args["block_size"] = config.block_size
+        args |= {} if config.block_size is None else {"block_size": config.block_size}
     else:
         args |= cpu_args(config, model)
     if taken := sorted(args.keys() & config.extra_args.keys()):
