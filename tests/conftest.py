@@ -6,10 +6,13 @@
   the servers of the conformance suite stay together by engine; those on a fake are grouped by file.
 - Clocks: tests with the mark `virtual_time` run on a clock that jumps, so that a short time-out cannot end because the
   machine is busy. Examples of hypothesis have no deadline, as the machines that run them are shared.
+- Signals: an interrupt reaches the tests and the processes that they start, also if the shell that started pytest in
+  the background ignores interrupts.
 """
 
 import asyncio
 import random
+import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable
@@ -22,6 +25,8 @@ from async_rl.simulator.virtual_time import VirtualTimeLoop
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SERVERS = {"engine": "vllm", "sglang_server": "sglang"}
 """Fixture -> engine that it starts."""
