@@ -23,7 +23,7 @@ import numpy as np
 
 from agent_loop.control_tokens import ControlTokens, Tokenizer
 from agent_loop.decoder import FindStop
-from agent_loop.loop import Message
+from agent_loop.loop import Message, openai_message
 from agent_loop.text import safe_value
 from message_queue.errors import ChatTemplateError
 from message_queue.tokens import Int32Array
@@ -51,18 +51,14 @@ class Chat:
             puts after an assistant turn. The tokenizer's eos_token ends a decode too, as base models write it.
         tools: JSON descriptions of the tools, given to the template. Replies of role "tool" are possible only then.
         stop_tokens: further tokens that end a decode; a turn that ends with one is not a finished turn.
-        stop_strings: texts that finish a turn anywhere in it, also across and inside tokens. The turn keeps its sampled
-            tokens unchanged, up to the token in which the text ends; `text` hides the rest of that token. Stop strings
-            are searched in the tokens that an engine returned. A text of one token is better given as a stop token,
-            which ends the decode at once.
 
     Attributes:
         tools_key: equal for chats with equal tools.
         is_dated: whether the template prints the date of the construction; a restart may change it.
 
     Raises:
-        ChatTemplateError: a stop token that is not one token, an end of turn that is no added token or is not found, an
-            empty stop string, or a template that renders a reply differently depending on the turn before it.
+        ChatTemplateError: a stop token that is not one token, an end of turn that is no added token or is not found, or
+            a template that renders a reply differently depending on the turn before it.
     """
 
     def __init__(
@@ -72,14 +68,13 @@ class Chat:
         end_of_turn: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         stop_tokens: Sequence[str] = (),
-        stop_strings: Sequence[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._control = ControlTokens(tokenizer)
         self._variants: dict[str, Chat] = {}  # shared by all variants
         self._secret = secrets.token_hex(8)  # no message knows it
         self._strftime = datetime.now().strftime
-        self._set(tools, stop_strings)
+        self._set(tools, ())
         eos: str = getattr(tokenizer, "eos_token", None) or ""
         self._end_of_turn = end_of_turn or self._find_end(eos)
         if self._end_of_turn not in self._control:
@@ -98,6 +93,10 @@ class Chat:
 
     def variant(self, *, tools: Sequence[Mapping[str, Any]], stop_strings: Sequence[str]) -> Chat:
         """This chat with the tools and stop strings of one request. The newest variants are kept for later requests.
+
+        Args:
+            stop_strings: texts that finish a turn anywhere in it, also across and inside tokens. The turn keeps its
+                sampled tokens unchanged, up to the token in which the text ends.
 
         Raises:
             ChatTemplateError: a stop string is empty.
@@ -163,17 +162,9 @@ class Chat:
         """Whether the sampled tokens end with the end-of-turn token."""
         return len(turn) > 0 and int(turn[-1]) == self._end_id
 
-    def finished(self, turn: Int32Array) -> bool:
-        """Whether the model ended the turn: with the end-of-turn token, or with a stop string."""
-        return self.ends_turn(turn) or self._stop_end(self.decode(turn)) is not None
-
     def text(self, turn: Int32Array) -> str:
-        """Text of a sampled turn, up to the end of its first stop string, without its end-of-turn or eos_token.
-
-        Any other token stays visible.
-        """
-        text = self.decode(turn[:-1] if len(turn) and int(turn[-1]) in self._hidden_ids else turn)
-        return text[: self._stop_end(text)]
+        """Text of a sampled turn without its end-of-turn or eos_token; any other token stays visible."""
+        return self.decode(turn[:-1] if len(turn) and int(turn[-1]) in self._hidden_ids else turn)
 
     @property
     def find_stop(self) -> FindStop | None:
@@ -336,19 +327,10 @@ class Chat:
 
     def _swapped(self, message: Message) -> dict[str, Any]:
         """A message for the template, with its control tokens as text."""
-        swap = self._control.swap
-        fields: dict[str, Any] = {"role": swap(message.role), "content": swap(message.content)}
-        if message.tool_calls:
-            fields["tool_calls"] = [
-                {
-                    "id": swap(call.id),
-                    "type": "function",
-                    "function": self._swapped_values({"name": call.name, "arguments": _arguments(call.arguments)}),
-                }
-                for call in message.tool_calls
-            ]
-        more = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
-        return fields | {name: swap(value) for name, value in more.items() if value is not None}
+        fields = openai_message(message)
+        for call in fields.get("tool_calls", ()):
+            call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+        return {name: self._swapped_values(value) for name, value in fields.items()}
 
 
 def _arguments(text: str) -> Any:

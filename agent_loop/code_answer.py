@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from agent_loop.boundary import slot
 from agent_loop.reward import Completion, RewardFunction
+from agent_loop.text import shown
 from agent_loop.tools.sandbox import SandboxLimits, SandboxResult, check_sandbox, run_python
 
 _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
@@ -143,7 +144,7 @@ def _read_tests(tests: Any) -> list[_Test]:
         tests = [{"input": given, "output": expected} for given, expected in pairs]
     listed: Any = [tests] if isinstance(tests, str) else tests
     if not listed or not isinstance(listed, Sequence):
-        raise ValueError(f"tests is {_shown(tests)}; give code with assert statements, or input and output")
+        raise ValueError(f"tests is {shown(tests)}; give code with assert statements, or input and output")
     return list(map(_read_test, cast(Sequence[Any], listed)))
 
 
@@ -152,14 +153,11 @@ def _read_test(test: Any) -> _Test:
         return _Test(code=test)
     if isinstance(test, Mapping) and {"input", "output"} <= set(cast(Mapping[str, Any], test)):
         return _Test(stdin=_text(test["input"]), stdout=_text(test["output"]))
-    raise ValueError(f"a test is {_shown(test)}; give code with assert statements, or a mapping with input and output")
+    raise ValueError(
+        f"a test is {shown(cast(object, test))}; give code with assert statements, or a mapping with input and output"
+    )
 
 
 def _text(value: Any) -> str:
     """Text of an input or output; a list has its lines."""
     return "\n".join(map(str, cast(list[Any], value))) if isinstance(value, list) else str(value)
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

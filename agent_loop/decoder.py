@@ -86,8 +86,7 @@ class SegmentDecoder:
 
     Args:
         stop_token_ids: tokens that each end a turn, as its last token.
-        session: name of the rollout. Requests are `session#0.`, `session#1.`, ...: as no session contains "#", no
-            request id is a prefix of another. Engines that abort by prefix rely on this.
+        session: name of the rollout, without "#". Requests are `session#0.`, `session#1.`, ...
         call: number of the decoder, if a rollout has several: requests are `session#2-0.`, `session#2-1.`, ...
         limits: only segment_tokens, generate_timeout_s and max_refused_answers are used.
         find_stop: finds the end of a turn in its text; None if only tokens end a turn.
@@ -181,8 +180,7 @@ class SegmentDecoder:
         if not turn.num_sampled:
             return None
         sampled, last = sampled_tokens(turn), turn.segments[-1].stop_reason
-        stopped = int(sampled[-1]) in self._stop_token_ids
-        if stopped or (self._find_stop is not None and self._find_stop(sampled) is not None):
+        if int(sampled[-1]) in self._stop_token_ids:
             return StopReason.STOP
         return last if last in (StopReason.STOP, StopReason.TOOL_CALL) else None
 

@@ -57,7 +57,7 @@ class GenerateRequest:
     """One decode."""
 
     request_id: str
-    """Unique while in flight; no id is a prefix of another."""
+    """Unique while in flight."""
     token_ids: Int32Array
     """int32 [n], everything so far: prompt, earlier turns and, on a resume, the tokens already sampled."""
     max_new_tokens: int

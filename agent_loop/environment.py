@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,40 +64,6 @@ class EnvironmentClass(UserClass):
         if not isinstance(self.made, type) or not callable(getattr(self.made, "step", None)):
             raise ValueError(f"environment is {factory!r}; give a class with a method step(text)")
 
-    @asynccontextmanager
-    async def opened(self, prompt: Prompt, *, timeout_s: float) -> AsyncGenerator[OpenEnvironment]:
-        """A new environment after its reset; see `UserClass.new`."""
-        async with self.new(prompt, timeout_s=timeout_s) as (owner, messages):
-            yield OpenEnvironment(owner, self.name, messages or prompt.messages)
-
-
-class OpenEnvironment:
-    """The environment of one rollout.
-
-    Attributes:
-        messages: the conversation before the first turn.
-        reward: sum over the steps.
-    """
-
-    def __init__(self, owner: UserObject, name: str, messages: Sequence[Message]) -> None:
-        self.messages = messages
-        self.reward = 0.0
-        self._owner = owner
-        self._name = name
-
-    async def step(self, text: str) -> Step:
-        """The answer to a turn; its reward is added.
-
-        Raises:
-            RolloutError: it failed, took too long, or is no Step with a finite reward.
-        """
-        step = await self._owner.call("step", {"text": text})
-        reward = number_or_nan(step.reward) if isinstance(step, Step) else math.nan
-        if not math.isfinite(reward):
-            raise RolloutError(f"step of {self._name} returned {step!r}; return a Step with a finite reward")
-        self.reward += reward
-        return step
-
 
 class EnvironmentLoop(TurnLoop):
     """An AgentLoop: the turns of a model and the steps of an environment.
@@ -136,21 +101,35 @@ class EnvironmentLoop(TurnLoop):
         name = self._environment.name
         if len(trajectory.turns) > 1 and not (self._environment.repeatable or trajectory.closed):
             raise StateLostError(f"the state of environment {name} is gone, and its class is not repeatable")
-        async with self._environment.opened(prompt, timeout_s=self._limits.tool_timeout_s) as environment:
-            token_ids = await encoded(self._chat.prompt, environment.messages)
+        rewards = list[float]()
+        async with self._environment.new(prompt, timeout_s=self._limits.tool_timeout_s) as (environment, messages):
+            token_ids = await encoded(self._chat.prompt, messages or prompt.messages)
             if trajectory.turns and not np.array_equal(trajectory.turns[0].observation, token_ids):
                 raise StateLostError(f"environment {name} opened with other messages than before the restart")
             observe_prompt(trajectory, token_ids, index=prompt.index, limits=self._limits)
-            await self._repeat(environment, trajectory)
-            stop_reason, done = await self._turns(trajectory, decoder, environment)
-        score = Score(environment.reward)
+            await self._repeat(environment, trajectory, rewards)
+            stop_reason, done = await self._turns(trajectory, decoder, environment, rewards)
+        score = Score(sum(rewards, 0.0))
         self._close(trajectory, decoder, stop_reason=stop_reason, score=score, done=done)
 
-    async def _repeat(self, environment: OpenEnvironment, trajectory: Trajectory) -> None:
+    async def _step(self, environment: UserObject, turn: Int32Array, rewards: list[float]) -> Step:
+        """The answer to a turn; its reward is appended.
+
+        Raises:
+            RolloutError: it failed, took too long, or is no Step with a finite reward.
+        """
+        step = await environment.call("step", {"text": self._chat.text(turn)})
+        rewards.append(number_or_nan(step.reward) if isinstance(step, Step) else math.nan)
+        if not math.isfinite(rewards[-1]):
+            name = self._environment.name
+            raise RolloutError(f"step of {name} returned {step!r}; return a Step with a finite reward")
+        return step
+
+    async def _repeat(self, environment: UserObject, trajectory: Trajectory, rewards: list[float]) -> None:
         """Repeat the steps of a rollout that is resumed."""
         for turn, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
             sampled = sampled_tokens(turn)
-            step = await environment.step(self._chat.text(sampled))
+            step = await self._step(environment, sampled, rewards)
             observation = await self._observation(step, after=sampled, room=self._limits.max_tokens)
             if step.done or observation is None or not np.array_equal(observation, after.observation):
                 raise StateLostError(
@@ -159,7 +138,7 @@ class EnvironmentLoop(TurnLoop):
                 )
 
     async def _turns(
-        self, trajectory: Trajectory, decoder: SegmentDecoder, environment: OpenEnvironment
+        self, trajectory: Trajectory, decoder: SegmentDecoder, environment: UserObject, rewards: list[float]
     ) -> tuple[StopReason, bool]:
         """Why the trajectory ends, and whether the environment is done."""
         while True:
@@ -167,8 +146,8 @@ class EnvironmentLoop(TurnLoop):
             if stop_reason is StopReason.LENGTH:
                 return StopReason.LENGTH, False
             await self._gate.passed()
-            step = await environment.step(self._chat.text(turn))
-            if step.done or not self._chat.finished(turn):
+            step = await self._step(environment, turn, rewards)
+            if step.done or not self._chat.ends_turn(turn):
                 return StopReason.STOP, step.done
             if len(trajectory.turns) == self._limits.max_turns:
                 return StopReason.LENGTH, False

@@ -54,6 +54,19 @@ class Message:
     __post_init__ = _make_safe
 
 
+def openai_call(call: ToolUse) -> dict[str, Any]:
+    """A tool call in OpenAI's format."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def openai_message(message: Message) -> dict[str, Any]:
+    """A message in OpenAI's format; absent fields are left out."""
+    calls = [openai_call(call) for call in message.tool_calls]
+    more = {"reasoning_content": message.reasoning, "tool_call_id": message.tool_call_id, "name": message.name}
+    fields = {"role": message.role, "content": message.content, **more, "tool_calls": calls}
+    return {name: value for name, value in fields.items() if name == "content" or value}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A task input."""

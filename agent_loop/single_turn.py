@@ -37,7 +37,6 @@ class TurnLoop:
             session=session,
             cache_salt=cache_salt,
             limits=self._limits,
-            find_stop=self._chat.find_stop,
         )
 
     async def _observe_prompt(self, prompt: Prompt, trajectory: Trajectory) -> None:

@@ -16,6 +16,12 @@ def safe_text(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
+def shown(value: object) -> str:
+    """A value in the text of an error: at most 80 characters on one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def safe_value(value: Any) -> Any:
     """A JSON value whose texts are safe, the keys of objects included. Other objects stay as they are."""
     match value:

@@ -119,7 +119,7 @@ class ToolUseLoop(SingleTurnLoop):
             if stop_reason is StopReason.LENGTH:
                 return StopReason.LENGTH
             calls = parse_tool_calls(self._said(trajectory.turns[-1]))
-            if not calls or (stop_reason is StopReason.STOP and not self._chat.finished(turn)):
+            if not calls or (stop_reason is StopReason.STOP and not self._chat.ends_turn(turn)):
                 return StopReason.STOP
             if len(trajectory.turns) == self._limits.max_turns:
                 return StopReason.TOOL_CALL

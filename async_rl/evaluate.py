@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from async_rl.controller.resume import FIRST, newest_config
 
     try:
-        directory = local_checkpoint(arguments.directory).absolute()
+        directory = local_checkpoint(arguments.directory, key="MODEL_OR_RUN").absolute()
         is_run = (directory / FIRST).is_file()
         if is_run:
             if arguments.task or arguments.recipe:

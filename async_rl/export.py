@@ -14,6 +14,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +65,13 @@ def export_checkpoint(directory: Path, *, step: int | None = None, out: Path | N
 
 def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -> None:
     from async_rl.trainer.distributed import ProcessGroups
-    from async_rl.trainer.export import adapter_folder, export_adapter, export_pretrained
+    from async_rl.trainer.export import adapter_folder, export_adapter, save_on_first_rank
     from async_rl.trainer.model.convert import load_weights
     from async_rl.trainer.model.gpt import build_model
     from async_rl.trainer.model.source import WeightSource
     from async_rl.trainer.state.checkpoint import fields_of, load_state, read_manifest, start_of  # imports megatron
     from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
+    from async_rl.weights.pretrained import save_pretrained
 
     groups = ProcessGroups(config, rank=0, world_size=1, rendezvous=None)
     try:
@@ -82,7 +84,7 @@ def _export(checkpoint: Path, out: Path, *, like: Path, config: TrainerConfig) -
         shards = model_shards(model.chunks, lora=config.lora.rank > 0)
         weights = live_tensors(shards)
         copy_into(weights, load_state(checkpoint, {"model": shards})["model"])
-        export_pretrained(WeightSource(model.chunks, shape=model.shape), out, like=like)
+        save_on_first_rank(WeightSource(model.chunks, shape=model.shape), partial(save_pretrained, out, like=like))
         if config.lora.rank:
             export_adapter(model, adapter_folder(out), config=config.lora, start=start)
     finally:

@@ -112,6 +112,13 @@ class TrainResult:
     validation: Mapping[str, Any]
     """Metrics of the last validation, as in validation.jsonl; empty without one."""
 
+    @classmethod
+    def of(cls, directory: Path, *, finished: bool) -> TrainResult:
+        """The result of the run in a directory."""
+        model = directory / "final" if finished else None
+        metrics, validation = (_last(directory / f"{name}.jsonl") for name in ("metrics", "validation"))
+        return cls(output_dir=directory, finished=finished, model=model, metrics=metrics, validation=validation)
+
 
 def train(
     task: Task | Callable[..., Task] | str | Path,
@@ -146,8 +153,7 @@ def train(
     from async_rl.rollout.task import PICKLED, pickled_task
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    given = {"step": on_step, "publish": on_publish, "validation": on_validation, "end": on_end}
-    callbacks = cast(Any, {kind: function for kind, function in given.items() if function is not None})
+    callbacks: Any = {"step": on_step, "publish": on_publish, "validation": on_validation, "end": on_end}
     is_path = isinstance(task, str | Path)
     overrides = [*(task_overrides(str(task)) if is_path else _OF_OBJECT), *config_overrides(config or {})]
     with contextlib.ExitStack() as stack:
@@ -172,13 +178,7 @@ def train(
             finished = run_in_thread(program.run)
         except Exception as error:
             raise RuntimeError(_logged_failure(error, directory).rstrip()) from error
-    return TrainResult(
-        output_dir=directory,
-        finished=finished,
-        model=directory / "final" if finished else None,
-        metrics=_last(directory / "metrics.jsonl"),
-        validation=_last(directory / "validation.jsonl"),
-    )
+    return TrainResult.of(directory, finished=finished)
 
 
 def config_overrides(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

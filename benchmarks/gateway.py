@@ -43,12 +43,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agent_loop.chat import Chat
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import Message, TurnLimits
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.session import AgentSession
 from async_rl.compat.garbage import make_collections_rare
-from async_rl.inference.select import actor_environment, start_replica
+from async_rl.inference.select import ReplicaSettings, actor_environment, start_replica
 from async_rl.inference.sglang.config import SglangConfig
 from async_rl.inference.vllm.config import VllmConfig
 from async_rl.weights.model_info import read_model_info
@@ -255,7 +254,8 @@ def cpu_seconds(processes: Processes) -> dict[str, float]:
 async def compare(args: argparse.Namespace, config: VllmConfig | SglangConfig, checkpoint: Path) -> Rounds:
     """Way -> burst of every round."""
     routing, chat = read_model_info(checkpoint).routing, Chat(word_tokenizer(), end_of_turn=END_OF_TURN)
-    replica = await start_replica(config, name="replica-0", checkpoint=checkpoint, capture_routing=True)
+    settings = ReplicaSettings(engine=config, captures_routing=True)
+    replica = await start_replica(settings, name="replica-0", checkpoint=checkpoint)
     engine = ForcedTurns(replica, end=chat.stop_token_ids[0])
     session = partial(session_of, engine, chat, routing, TurnLimits(max_turns=args.calls, max_tokens=MAX_TOKENS))
     processes = {"worker": [psutil.Process()], "engine": psutil.Process().children(recursive=True)}

@@ -22,6 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.vllm.config import VllmConfig, engine_environment
 from async_rl.inference.vllm.engine import start_vllm
@@ -39,10 +40,9 @@ CHANNELS = 64  # of a head; vLLM's attention on the CPU knows few sizes
 
 async def measure(mb: int, *, directory: Path, publishes: int) -> Interval:
     """Milliseconds of the pauses of a model of about `mb` megabytes."""
-    updates, pauses = save_model(mb, directory), list[float]()
+    updates, pauses, rollouts = save_model(mb, directory), list[float](), RolloutsHere()
     replica = await start_vllm(CONFIG, name="replica-0", checkpoint=directory / "0", capture_routing=False)
-    rollouts = RolloutsHere()
-    publisher = Publisher([replica], on_update="resume", rollouts=rollouts, staged=True, timeout_s=600)
+    publisher = Publisher(ReplicaPool([replica]), on_update="resume", rollouts=rollouts, staged=True, timeout_s=600)
     try:
         for number in range(publishes + 1):
             update = updates[(number + 1) % SETS]

@@ -46,10 +46,9 @@ from async_rl.config import QueueConfig
 from async_rl.rollout.content.writer import ContentWriter
 from async_rl.rollout.recorded import RolloutLog
 from benchmarks.support import in_turns, markdown_table, paired_ratio, say, show
-from message_queue.contract import Batch
 from message_queue.heads import GroupHead, head_of
 from message_queue.policies import StalenessConfig, build_policy
-from message_queue.queue import TrajectoryQueue
+from message_queue.queue import Batch, TrajectoryQueue
 from message_queue.recovery import JournalPlace
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import GroupContent, content_of

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from agent_loop.tools.tool import PauseGate
 from async_rl.config import RunConfig, load_config
 from async_rl.inference.gate import KVPolicy
+from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher
 from async_rl.inference.select import actor_environment, start_replica
 from async_rl.rollout.rollouter import Rollouter
@@ -107,10 +108,9 @@ class Rollouts:
         """Groups of one trajectory that start under A, and the seconds taken; B arrives after `after_s`."""
         on_update, kv, resume_routing = cell
         gate, timeout_s = PauseGate(), self._config.sync.timeout_s
-        tools = RolloutsHere(gate)
-        to_first = Publisher([self._replica], on_update="drain", rollouts=tools, timeout_s=timeout_s)
-        to_second = Publisher([self._replica], on_update=on_update, kv=kv, rollouts=tools, timeout_s=timeout_s)
-        await to_first.publish(updates[0])
+        pool, tools = ReplicaPool([self._replica]), RolloutsHere(gate)
+        to_second = Publisher(pool, on_update=on_update, kv=kv, rollouts=tools, timeout_s=timeout_s)
+        await Publisher(pool, on_update="drain", rollouts=tools, timeout_s=timeout_s).publish(updates[0])
         rollouter = self.rollouter(1, gate=gate, resume_routing=resume_routing)
         prompts, started = self._task.validation_prompts(count), time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -214,7 +214,7 @@ def train_b(rank: Any, groups: Sequence[PromptGroup], config: RunConfig, *, upda
 async def run(config: RunConfig, *, checkpoint: Path, folder: Path, task: Task, args: argparse.Namespace) -> str:
     """Roll, train, roll again, evaluate."""
     rank = start_rank(config.trainer, config.loss, checkpoint=checkpoint, optimizer=config.optimizer)
-    replica = await start_replica(config.engine, name="replica-0", checkpoint=checkpoint, capture_routing=True)
+    replica = await start_replica(config.replica_settings, name="replica-0", checkpoint=checkpoint)
     try:
         rank.save(folder / "a")
         first: WeightUpdate = rank.export(folder / "weights", version=0)

@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ FILE, LOCK = "events.sqlite", "events.lock"
 APPLICATION = 0x6172_6C65
 FORMAT = 7  # 6 had reasons of drops without kind
 _STATE_ROW = 0
+_is_written = partial(is_written, application=APPLICATION, version=FORMAT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,10 +216,6 @@ def check_owner(directory: Path, *, run: str) -> None:
                 except sqlite3.OperationalError as error:
                     if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
                         raise
-
-
-def _is_written(connection: sqlite3.Connection, path: Path) -> bool:
-    return is_written(connection, path, application=APPLICATION, version=FORMAT)
 
 
 def _read_base(connection: sqlite3.Connection, path: Path, *, run: str) -> JournalBase:

@@ -13,17 +13,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
-from message_queue.contract import Batch, QueueSnapshot
 from message_queue.errors import ContractError, QueueClosed, StalenessError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
 from message_queue.journal import EventJournal
 from message_queue.ledger import Drop, DropKind, LedgerRecord, LedgerTotal
 from message_queue.policies import Policy
-from message_queue.state import GroupState, QueueState, StoredState
+from message_queue.state import GroupState, QueueSnapshot, QueueState, StoredState
 from message_queue.trajectory import Admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Groups of one batch."""
+
+    groups: list[GroupHead]
+    """Heads in the order of the batch."""
+    update: int
+    """Optimizer updates held by the weights whose gradient the batch takes first."""
+    version_updates: dict[int, int]
+    """`param_version` -> optimizer updates, for every version that sampled a token of the batch."""
+    min_update: int = 0
+    """Tokens of weights with fewer optimizer updates take no gradient (policy mask)."""
 
 
 class TrajectoryQueue:
@@ -173,12 +187,10 @@ class TrajectoryQueue:
         Raises:
             QueueError: a group was not taken, or was acknowledged before. Nothing is changed.
         """
-        async with self._changed:
-            if not tokens:
-                entries = [self._state.find(group, "taken") for group in groups]
-                tokens = [entry.tokens - entry.masked for entry in entries]
-            written = self._commit(Trained(groups=tuple(groups), train_step=train_step, tokens=tuple(tokens)))
-        await written
+        if not tokens:
+            entries = [self._state.find(group, "taken") for group in groups]
+            tokens = [entry.tokens - entry.masked for entry in entries]
+        await self._change(Trained(groups=tuple(groups), train_step=train_step, tokens=tuple(tokens)))
 
     async def publish(self, version: int, *, update: int) -> None:
         """The trainer published `version` with `update` optimizer updates. Call it before a replica loads it.
@@ -186,9 +198,7 @@ class TrajectoryQueue:
         Raises:
             QueueError: the version or its update goes back, or the update is of a batch that was never taken.
         """
-        async with self._changed:
-            written = self._commit(Published(version=version, update=update))
-        await written
+        await self._change(Published(version=version, update=update))
 
     async def loaded(self, version: int) -> None:
         """Every replica serves `version`: groups admitted from now on start on it.
@@ -196,9 +206,7 @@ class TrajectoryQueue:
         Raises:
             QueueError: the version was never published, or is older than the served one.
         """
-        async with self._changed:
-            written = self._commit(Loaded(version=version))
-        await written
+        await self._change(Loaded(version=version))
 
     async def sync(self) -> None:
         """Return once all events so far are stored. Call it before a checkpoint is made."""
@@ -239,6 +247,11 @@ class TrajectoryQueue:
     async def closing_records(self, received: int) -> list[LedgerRecord | LedgerTotal]:
         """As `records_after`, with one for each group that has not ended, and the total."""
         return [*await self.records_after(received), *self._state.open_records(), self._state.counts.total()]
+
+    async def _change(self, event: Event) -> None:
+        async with self._changed:
+            written = self._commit(event)
+        await written
 
     # ---- changes; called with the condition held
 

@@ -24,14 +24,13 @@ from pathlib import Path
 
 import msgspec
 
-from message_queue.contract import QueueSnapshot
 from message_queue.errors import JournalBusy, JournalMismatch
 from message_queue.events import Checkpointed, Dropped
 from message_queue.journal import EventJournal, JournalConfig, Settings, StoredEvents
 from message_queue.ledger import Drop, DropKind
 from message_queue.policies import Policy, WaitPolicy
 from message_queue.queue import TrajectoryQueue
-from message_queue.state import GroupState, QueueState, StoredState
+from message_queue.state import GroupState, QueueSnapshot, QueueState, StoredState
 from message_queue.trajectory import Admission
 
 TOO_MANY = Drop(DropKind.REQUEUED, "more groups were in flight than can be trained within the bound after the restart")

@@ -15,11 +15,11 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 import msgspec
 
-from message_queue.contract import QueueSnapshot
 from message_queue.errors import QueueError
 from message_queue.events import Admitted, Checkpointed, Dropped, Event, Loaded, Published, Ready, Taken, Trained
 from message_queue.heads import GroupHead
@@ -27,6 +27,43 @@ from message_queue.ledger import DropKind, LedgerCounts, LedgerRecord
 from message_queue.trajectory import Admission
 
 Life = Literal["open", "ready", "taken", "trained"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSnapshot:
+    """State of a queue at one instant, as a checkpoint stores it; JSON through msgspec."""
+
+    next_group: int = 0
+    """Id of the next admission."""
+    next_update: int = 0
+    """Optimizer updates of the batches whose training was acknowledged."""
+    version: int = 0
+    """Newest `param_version` that every replica serves."""
+    update: int = 0
+    """Optimizer updates held by those weights."""
+    ready: int = 0
+    """Finished groups that wait for the trainer."""
+    open: int = 0
+    """Groups being rolled out."""
+    taken: int = 0
+    """Groups handed to the trainer and not acknowledged."""
+    replay: int = 0
+    """Batches of ready groups that are repeated after a restart."""
+    unfinished: tuple[Admission, ...] = ()
+    """Admissions of all open, ready and taken groups, by id."""
+    waiting: tuple[int, ...] = ()
+    """Prompts of expired groups that are readmitted, in that order."""
+    requeues: dict[int, int] = field(default_factory=dict[int, int])
+    """Prompt -> times that it was to be readmitted, for prompts that have not ended."""
+    ledger: LedgerCounts = field(default_factory=LedgerCounts)
+    """Counts of groups and tokens."""
+    closed: bool = False
+    """Whether the queue is closed."""
+
+    @property
+    def prompts(self) -> tuple[int, ...]:
+        """Prompts that a restarted run readmits."""
+        return (*(admission.prompt for admission in self.unfinished), *self.waiting)
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
@@ -216,8 +253,9 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
         match event:
             case Admitted():
                 self._admit(event.admission)
-            case Ready():
-                self._deliver(event.head)
+            case Ready(head=head):
+                self._move(self.find(head.group, "open"), life="ready", turn=self._turn(), head=head)
+                self._counts["tokens"] += head.num_tokens
             case Dropped():
                 self._drop(event)
             case Taken():
@@ -226,8 +264,11 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
                 self._train(event)
             case Published():
                 self._publish(event)
-            case Loaded():
-                self._load(event.version)
+            case Loaded(version=version):
+                newest = f"the newest published is {max(self.versions)}"
+                known = version in self.versions and version >= self.served
+                _require(known, f"loaded version {version} after version {self.served}; {newest}")
+                self.served = version
             case Checkpointed():
                 self._settle(event.train_step)
             case _:
@@ -244,11 +285,6 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
         self.prompt_cursor = max(self.prompt_cursor, prompt + 1)
         self._insert(GroupState(admission=admission))
         self._counts["admitted"] += 1
-
-    def _deliver(self, head: GroupHead) -> None:
-        entry = self.find(head.group, "open")
-        self._move(entry, life="ready", turn=self._turn(), head=head)
-        self._counts["tokens"] += head.num_tokens
 
     def _take(self, event: Taken) -> None:
         entries = self._find_all(event.groups, "ready", also=event.masked)
@@ -309,13 +345,6 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
         self.versions[event.version] = event.update
         self.diverged = False
 
-    def _load(self, version: int) -> None:
-        _require(
-            version in self.versions and version >= self.served,
-            f"loaded version {version} after version {self.served}; the newest published is {max(self.versions)}",
-        )
-        self.served = version
-
     def _settle(self, train_step: int) -> None:
         _require(
             self.settled_step <= train_step <= self.train_step,
@@ -333,11 +362,7 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
     # ---- inside
 
     def find(self, group: int, *lives: Life) -> GroupState:
-        """A group that is in one of `lives`.
-
-        Raises:
-            QueueError: it was never admitted, is in another state, or has ended.
-        """
+        """A group in one of `lives`; QueueError if it was never admitted, is in another state, or has ended."""
         for life in lives:
             if group in self._groups[life]:
                 return self._groups[life][group]
@@ -345,11 +370,7 @@ class QueueState(StateFields, kw_only=True, dict=True, eq=False):
         raise QueueError(f"group {group} is not {' or '.join(lives)}; nothing is changed")
 
     def require_known(self, group: int) -> None:
-        """Refuse an id that was never admitted.
-
-        Raises:
-            QueueError: it was never admitted.
-        """
+        """Raise QueueError if an id was never admitted."""
         known = 0 <= group < self.next_group
         _require(known, f"group {group} was never admitted; ids up to {self.next_group - 1} were")
 

@@ -148,10 +148,10 @@ class TeacherScores:
 
     logprobs: Float32Array
     """float32 [n], of each sampled token."""
-    ids: Int32Array | None = None
-    """int32 [n, k], the most likely tokens, distinct; -1 for a token that the student does not have. None for k = 0."""
-    top_logprobs: Float32Array | None = None
-    """float32 [n, k], their logprobs, -inf for -1; None for k = 0."""
+    ids: Int32Array
+    """int32 [n, k], the most likely tokens, distinct; -1 for a token that the student does not have."""
+    top_logprobs: Float32Array
+    """float32 [n, k], their logprobs, -inf for -1."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
@@ -159,24 +159,21 @@ class TeacherScores:
     @property
     def top_k(self) -> int:
         """k."""
-        return 0 if self.ids is None else self.ids.shape[1]
+        return self.ids.shape[1]
 
     @classmethod
     def absent(cls, tokens: int, *, top_k: int) -> TeacherScores:
         """Of tokens without a teacher: NaN, and -1 with -inf."""
         return cls(
             logprobs=np.full(tokens, np.nan, np.float32),
-            ids=np.full((tokens, top_k), -1, np.int32) if top_k else None,
-            top_logprobs=np.full((tokens, top_k), -np.inf, np.float32) if top_k else None,
+            ids=np.full((tokens, top_k), -1, np.int32),
+            top_logprobs=np.full((tokens, top_k), -np.inf, np.float32),
         )
 
     def take(self, places: NDArray[Any]) -> TeacherScores:
         """The scores at some places, by number or bool [n]."""
-        ids, top = self.ids, self.top_logprobs
         return TeacherScores(
-            logprobs=self.logprobs[places],
-            ids=None if ids is None else ids[places],
-            top_logprobs=None if top is None else top[places],
+            logprobs=self.logprobs[places], ids=self.ids[places], top_logprobs=self.top_logprobs[places]
         )
 
 
@@ -188,8 +185,8 @@ def joined_scores(sequences: Sequence[TrainingSequence]) -> TeacherScores | None
     parts = [s.teacher or TeacherScores.absent(len(s.logprobs), top_k=top_k) for s in sequences]
     return TeacherScores(
         logprobs=np.concatenate([part.logprobs for part in parts]),
-        ids=np.concatenate([part.ids for part in parts if part.ids is not None]) if top_k else None,
-        top_logprobs=np.concatenate([p.top_logprobs for p in parts if p.top_logprobs is not None]) if top_k else None,
+        ids=np.concatenate([part.ids for part in parts]),
+        top_logprobs=np.concatenate([part.top_logprobs for part in parts]),
     )
 
 

@@ -210,11 +210,7 @@ class Trajectory:
         self._append(segment)
 
     def check(self, segment: TokenOutput) -> None:
-        """Refuse a segment that `extend` would refuse; nothing is changed.
-
-        Raises:
-            ContractError: as of `extend`.
-        """
+        """Raise ContractError if `extend` would refuse a segment."""
         self._require_open()
         if len(self.turns) == self.shared_turns:
             shared = f"path {self.path} has only shared turns" if self.turns else "a segment came before the prompt"

@@ -15,7 +15,6 @@ import contextlib
 import json
 import math
 import os
-import reprlib
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -25,12 +24,13 @@ from typing import IO, Any
 from agent_loop.boundary import boundary, call_function
 from agent_loop.chat import Chat
 from agent_loop.engine import Engine, SamplingConfig
-from agent_loop.loop import Prompt, TurnLimits
-from agent_loop.programs.conversation import ModelAccess, RequestError, openai_message
+from agent_loop.loop import Prompt, TurnLimits, openai_message
+from agent_loop.programs.conversation import ModelAccess, RequestError
 from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.session import AgentSession, TurnReader
 from agent_loop.reward import Completion, Reward, Score, number_or_nan, score_in_time
 from agent_loop.single_turn import TurnLoop
+from agent_loop.text import shown
 from agent_loop.user_errors import describe_error
 from message_queue.errors import OvertimeError, RolloutError, StateLostError
 from message_queue.tokens import StopReason
@@ -177,7 +177,7 @@ class ProgramLoop(TurnLoop):
             work = partial(call_function, partial(self._program, prompt, access), {})
         name, limit_s = f"the agent program of prompt {prompt.index}", self._limits.agent_timeout_s
         running = asyncio.create_task(boundary(work, name=name, timeout_s=limit_s))
-        failed = asyncio.create_task(calls.until_failed())
+        failed = asyncio.create_task(calls.failed.wait())
         try:
             await asyncio.wait((running, failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -208,8 +208,8 @@ class ProgramLoop(TurnLoop):
         numbers = {agent: number_or_nan(value) for agent, value in reported.items()}
         for agent, number in numbers.items():
             if not math.isfinite(number):
-                shown = reprlib.repr(reported[agent])
-                raise RolloutError(f"the reward of prompt {prompt.index} is {shown}; rewards are finite numbers")
+                found = shown(reported[agent])
+                raise RolloutError(f"the reward of prompt {prompt.index} is {found}; rewards are finite numbers")
         return numbers
 
     async def _score(

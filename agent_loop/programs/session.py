@@ -134,6 +134,7 @@ class AgentSession:
         stop_reason: end of the newest answer; None before the first.
         is_full: whether a call was refused because the limits of the rollout leave none.
         ended: set when no call is served any more.
+        failed: set with `failure`.
         failure: error of a rollout that cannot be finished; None if there is none.
     """
 
@@ -169,7 +170,7 @@ class AgentSession:
         self._own_time_since = now()  # time without a call in flight
         self.is_full = False
         self.ended = asyncio.Event()
-        self._failed = asyncio.Event()
+        self.failed = asyncio.Event()
         self._num_calls = 0
         self._running = set[asyncio.Task[_Answer]]()
         self._in_flight: dict[bytes, asyncio.Task[_Answer]] = {}
@@ -261,10 +262,6 @@ class AgentSession:
         self.end()
         if self._running:
             await asyncio.wait(list(self._running))
-
-    async def until_failed(self) -> None:
-        """Return when the session has its `failure`."""
-        await self._failed.wait()
 
     # ---- inside
 
@@ -372,7 +369,7 @@ class AgentSession:
             reason = await decoder.decode(path, max_new_tokens=min(budget, request.max_tokens or budget))
         except (EngineError, RolloutError) as error:
             self.failure = self.failure or error
-            self._failed.set()
+            self.failed.set()
             raise SessionFailed(f"session {self.name} failed") from error
         finally:
             self.counts["aborts"] += decoder.num_aborts

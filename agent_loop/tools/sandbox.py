@@ -34,9 +34,9 @@ import secrets
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import sysconfig
+from asyncio.subprocess import PIPE
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -169,15 +169,14 @@ def check_sandbox() -> None:
     Raises:
         SandboxError: they cannot; says what is missing.
     """
-    with _prepared([PYTHON, "-c", "print(6 * 7)"], "", limits=SandboxLimits()) as (command, inherited):
-        try:
-            done = subprocess.run(
-                command, input=GO, pass_fds=inherited, env={}, capture_output=True, timeout=60, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SandboxError(_refusal(str(error))) from error
-    if (done.stdout, done.stderr) != (b"42\n", STARTED):
-        raise SandboxError(_refusal((done.stderr + done.stdout).decode(errors="replace")))
+    try:
+        with ThreadPoolExecutor(1) as thread:  # in a separate event loop, as the caller may be on another one
+            running = thread.submit(lambda: asyncio.run(run_python("print(6 * 7)", limits=SandboxLimits(wall_s=60))))
+            result = running.result()
+    except OSError as error:
+        raise SandboxError(_refusal(str(error))) from error
+    if (result.stdout, result.stderr) != ("42\n", ""):
+        raise SandboxError(_refusal(result.stopped or result.stderr + result.stdout))
 
 
 async def _run(
@@ -240,9 +239,9 @@ class _Running:
         with _prepared(program, source, limits=self._limits, status=writing) as (command, inherited):
             process = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=PIPE,
                 pass_fds=(*inherited, *self._inherited),
                 env={},
             )
@@ -335,15 +334,14 @@ async def _feed(pipe: asyncio.StreamWriter, stdin: bytes) -> None:
 
 @contextlib.contextmanager
 def _prepared(
-    program: Sequence[str], source: str, *, limits: SandboxLimits, status: int | None = None
+    program: Sequence[str], source: str, *, limits: SandboxLimits, status: int
 ) -> Generator[tuple[list[str], list[int]]]:
     """The command of the sandbox, and the files that it inherits; they are closed here at the end.
 
     bwrap reports its processes on the file `status`.
     """
     with contextlib.ExitStack() as stack:
-        if status is not None:
-            stack.callback(os.close, status)
+        stack.callback(os.close, status)
         bwrap = shutil.which("bwrap")
         if sys.platform != "linux" or bwrap is None:
             raise SandboxError(_refusal("bubblewrap (bwrap) is not installed"))
@@ -355,11 +353,10 @@ def _prepared(
         command = [bwrap, *_namespaces(uid), *_view(nothing), "--seccomp", str(rules)]
         command += ["--perms", "0444", "--ro-bind-data", str(text), PROGRAM]
         command += ["--remount-ro", "/dev", "--remount-ro", "/", "--as-pid-1"]
-        reports = [] if status is None else [status]
-        command += [option for file in reports for option in ("--json-status-fd", str(file))]
+        command += ["--json-status-fd", str(status)]
         mount = f"size={limits.disk_mb}m,nr_inodes={limits.files + 1}"  # one is the directory itself
         command += ["--", "/bin/sh", "-ec", _INIT, "sh", mount, *_bounds(limits, uid=uid)]
-        yield [*command, "/bin/sh", "-c", _START, "sh", *program], [text, rules, nothing, *reports]
+        yield [*command, "/bin/sh", "-c", _START, "sh", *program], [text, rules, nothing, status]
 
 
 def _namespaces(uid: int | None) -> list[str]:

@@ -207,11 +207,6 @@ class PauseGate:
         await self._open.wait()
 
 
-def explain_error(cause: str) -> str:
-    """Default reply to a failed call."""
-    return f"error: {cause}"
-
-
 def truncate(text: str, *, max_chars: int | None) -> str:
     """The first `max_chars` characters of a reply, and how many were left out; a shorter reply is unchanged."""
     if max_chars is None or len(text) <= max_chars:
@@ -237,7 +232,7 @@ class ToolRunner:
         *,
         timeout_s: float,
         gate: PauseGate | None = None,
-        error_text: Callable[[str], str] = explain_error,
+        error_text: Callable[[str], str] = "error: {}".format,
     ) -> None:
         self._tools = {tool.name: tool for tool in tools}
         if len(self._tools) != len(tools):

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer
 
@@ -24,7 +24,7 @@ from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.recorded import RolloutLog
 from async_rl.rollout.rollouter import Rollouter
 from async_rl.rollout.schedule import ScheduleReplay
-from async_rl.rollout.task import build_task
+from async_rl.rollout.task import Task, build_task
 from async_rl.rollout.teachers import Teachers
 from async_rl.rollout.validator import Validator
 from async_rl.rollout.worker import RolloutWorker
@@ -48,48 +48,40 @@ def build_worker(
         teachers: teacher -> its replicas; None without any.
         schedule_replay: keeps the rollouts to a schedule; None lets them run.
     """
-    gate, rollout, router = PauseGate(), config.rollout, ReplicaRouter(pool)
-    task = build_task(config.task, seed=config.seed)
-    engine = router if schedule_replay is None else schedule_replay.engine(router)
-    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
-    info = read_model_info(checkpoint)
+    rollout, gate, router = config.rollout, PauseGate(), ReplicaRouter(pool)
+    task, tokenizer = build_task(config.task, seed=config.seed), cast(Any, AutoTokenizer.from_pretrained(checkpoint))
     sessions = None if task.program is None else Sessions(config.endpoint)
+    info = read_model_info(checkpoint)
     scoring = None if not teachers else _scoring(config, teachers, vocab_size=info.vocab_size)
+    given: dict[str, Any] = {"gate": gate, "sessions": sessions, "family": info.family, "limits": rollout.limits}
 
     def build_loop(sampling: SamplingConfig) -> AgentLoop:
-        parts: dict[str, Any] = {"engine": engine, "sampling": sampling, "limits": rollout.limits}
-        if task.program is None or sessions is None:
-            loop: AgentLoop = task.build_loop(**parts, tokenizer=tokenizer, gate=gate)
-        else:
-            chat, read = task.chat(tokenizer), turn_reader(tokenizer, family=info.family)
-            task_parts: dict[str, Any] = {"program": task.program, "reward": task.reward, "agents": task.agents}
-            loop = ProgramLoop(**task_parts, gateway=sessions, chat=chat, read=read, **parts)
+        engine = router if schedule_replay is None else schedule_replay.engine(router)
+        loop = _loop(task, tokenizer, engine=engine, sampling=sampling, **given)
         return loop if schedule_replay is None else schedule_replay.loop(loop)
 
-    loop, validation = build_loop(rollout.sampling), config.validation_sampling
-    validation_loop = loop if validation == rollout.sampling else build_loop(validation)
+    loop = build_loop(rollout.sampling)
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
     routing = info.routing if config.captures_routing else None
+    rows: dict[str, Any] = {"routing": routing, "resume_routing": rollout.resume_routing}
 
     def rollouter(log: RolloutLog | None) -> Rollouter:
         return Rollouter(
             loop=loop,
-            routing=routing,
             trajectories_per_group=rollout.trajectories_per_group,
-            resume_routing=rollout.resume_routing,
             log=log,
             failure=rollout.failure,
             note=lambda failure: worker.report(failure),
             failed=lambda rollout: worker.report(rollout),
             decode=decode if rollout.record.steps else None,
             teachers=scoring,
+            **rows,
         )
 
-    decode = partial(tokenizer.decode, skip_special_tokens=False)
-    validator = Validator(loop=validation_loop, routing=routing, decode=decode, resume_routing=rollout.resume_routing)
     worker = RolloutWorker(
         name,
         rollouter=rollouter,
-        validator=validator,
+        validator=Validator(loop=build_loop(config.validation_sampling), decode=decode, **rows),
         gate=gate,
         pool=pool,
         replies_s=config.cluster.stop_timeout_s / 2,  # the driver waits for a flush as long as for a stop
@@ -99,6 +91,17 @@ def build_worker(
     )
     TOOL_ERRORS.handlers = [_Reports(worker)]
     return worker
+
+
+def _loop(
+    task: Task, tokenizer: Any, *, gate: PauseGate, sessions: Sessions | None, family: str, **parts: Any
+) -> AgentLoop:
+    """The agent loop of a task, or that of its program. parts: engine, sampling and limits."""
+    if task.program is None or sessions is None:
+        return task.build_loop(**parts, tokenizer=tokenizer, gate=gate)
+    chat, read = task.chat(tokenizer), turn_reader(tokenizer, family=family)
+    own: dict[str, Any] = {"program": task.program, "reward": task.reward, "agents": task.agents}
+    return ProgramLoop(**own, gateway=sessions, chat=chat, read=read, **parts)
 
 
 def _scoring(config: RunConfig, pools: Mapping[str, ReplicaPool], *, vocab_size: int) -> Teachers:

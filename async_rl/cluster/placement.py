@@ -287,18 +287,16 @@ class Placement:
         """Actor options of trainer rank `index`."""
         return self._options(self._rank_bundles[index])
 
-    def replica(self, index: int) -> list[dict[str, Any]]:
-        """Actor options of each node of replica `index`."""
+    def replica(self, index: int, *, teacher: str | None = None) -> list[dict[str, Any]]:
+        """Actor options of each node of replica `index` of the policy, or of the one node of that of a teacher."""
+        if teacher is not None:
+            return [self._options(self._queue + 1 + self._teachers.index(teacher) + index)]
         first = self._ranks + index * self._nodes_per_replica
         return [self._options(bundle) for bundle in range(first, first + self._nodes_per_replica)]
 
     def worker(self, index: int) -> dict[str, Any]:
         """Actor options of rollout worker `index`."""
         return self._options(self._workers + index)
-
-    def teacher(self, name: str, index: int) -> dict[str, Any]:
-        """Actor options of replica `index` of a teacher."""
-        return self._options(self._queue + 1 + self._teachers.index(name) + index)
 
     def queue(self) -> dict[str, Any]:
         """Actor options of the queue."""

@@ -53,13 +53,7 @@ class FollowerHost(Host):
         host = ray.util.get_node_ip_address()
         self._place = replace(place, host=host, store=None if store is None else store_of_node(store))
         self._load_timeout_s = config.engine.load_timeout_s
-        self._process = await start_node(
-            config.engine,
-            self._place,
-            checkpoint=checkpoint,
-            capture_routing=config.captures_routing,
-            capture_support=config.captures_support,
-        )
+        self._process = await start_node(config, self._place, checkpoint=checkpoint)
         return host
 
     async def until_dead(self) -> str:
@@ -176,15 +170,7 @@ class ReplicaHost(BatchingServer):
             store: see `ReplicaClient.start`.
             followers: Ray's options of the actors on its further nodes.
         """
-        starting = partial(
-            start_replica,
-            config.engine,
-            name=name,
-            checkpoint=checkpoint,
-            capture_routing=config.captures_routing,
-            force_routing=config.forces_routing,
-            capture_support=config.captures_support,
-        )
+        starting = partial(start_replica, config, name=name, checkpoint=checkpoint)
         with no_collections():
             if followers:
                 replica = await self._start_over_nodes(

@@ -72,19 +72,11 @@ class RolloutHost(Host):
             from async_rl.cluster.build_worker import build_worker  # imports tokenizers, for seconds
         self._build = build_worker
 
-    async def start(
-        self,
-        config: RunConfig,
-        *,
-        name: str,
-        checkpoint: Path,
-        replicas: Sequence[PoolReplica],
-        teachers: Mapping[str, Sequence[PoolReplica]],
-    ) -> None:
-        """Build the worker."""
+    async def start(self, config: RunConfig, **given: Any) -> None:
+        """`serve` in the worker's own process."""
         asyncio.get_running_loop().set_default_executor(USER_THREADS)  # as user code may call asyncio.to_thread
         with no_collections():
-            self.serve(config, name=name, checkpoint=checkpoint, replicas=replicas, teachers=teachers)
+            self.serve(config, **given)
         make_collections_rare()
 
     def serve(
@@ -175,8 +167,7 @@ class WorkerClient(ActorClient):
         Raises:
             WorkerLostError: the process did not start. Exception: an error of the task.
         """
-        given: dict[str, Any] = {"name": self.name, "checkpoint": checkpoint, "replicas": replicas}
-        given["teachers"] = teachers or {}
+        given = {"name": self.name, "checkpoint": checkpoint, "replicas": replicas, "teachers": teachers}
         try:
             await self.ask("start", config, **given, timeout_s=config.cluster.start_timeout_s)
         except BaseException:

@@ -9,7 +9,9 @@ and returns kept tokens in the same form.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import SimpleNamespace
@@ -226,6 +228,7 @@ def repair_cpu_backend() -> None:
     _compute_local_experts_only()
     _exchange_tokens_of_groups()
     _note_packed_weights()
+    _import_without_torchvision()
     compute_delta_nets_in_float32()
 
 
@@ -325,6 +328,16 @@ def _note_packed_weights() -> None:
         pack(layer, remove_weight)
 
     upstream.dispatch_cpu_unquantized_gemm = note_and_pack
+
+
+def _import_without_torchvision() -> None:
+    """Let vLLM import its models with vision towers, whose text part is served, if torchvision is not installed.
+
+    vLLM takes one function of transformers from a module that imports torchvision. The module for PIL has it, too.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        module = "transformers.models.qwen2_vl.image_processing_{}qwen2_vl"
+        sys.modules.setdefault(module.format(""), importlib.import_module(module.format("pil_")))
 
 
 class _Seen:

@@ -23,7 +23,7 @@ from async_rl.controller.parts import Trainer
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folders, remove_folder
 from async_rl.metrics.recorder import Recorder
 from async_rl.trainer.batch.advantage import PromptValue
-from message_queue.contract import QueueSnapshot
+from message_queue.state import QueueSnapshot
 
 if TYPE_CHECKING:
     from async_rl.config import CheckpointConfig

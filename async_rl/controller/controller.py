@@ -55,10 +55,9 @@ from async_rl.rollout.validator import ValidationSchedule, is_due
 from async_rl.trainer.batch.advantage import PromptValues, has_spread
 from async_rl.trainer.rank_methods import TrainerRank
 from async_rl.weights.transport import WeightUpdate
-from message_queue.contract import Batch
 from message_queue.heads import GroupHead
 from message_queue.ledger import Drop, DropKind
-from message_queue.queue import TrajectoryQueue
+from message_queue.queue import Batch, TrajectoryQueue
 from message_queue.recovery import Restored
 from message_queue.trajectory import Admission, Trajectory
 
@@ -396,14 +395,9 @@ class Controller:
             prepare,
             batch,
             self._contents.of(groups),
-            advantage=config.advantage,
-            expected=None if values is None else values.expected(batch.groups, keys),
+            config,
             version_updates=self._version_updates,
-            retained_kv=config.rollout.kv == "keep",
-            temperature=config.rollout.sampling.temperature,
-            updates_per_batch=self._per_batch,
-            rewards=config.teaches is None or config.teaches.rewards,
-            seed=config.seed,
+            expected=None if values is None else values.expected(batch.groups, keys),
         )
         recorded = recorded_groups(
             batch.groups,

@@ -67,7 +67,7 @@ class Launcher:
         config: RunConfig,
         *,
         resume_command: str,
-        callbacks: Mapping[Kind, Callable[[RunEvent], Any]] | None = None,
+        callbacks: Mapping[Kind, Callable[[RunEvent], Any] | None] | None = None,
     ) -> None:
         self._callbacks = callbacks or {}
         self._config = config
@@ -240,7 +240,7 @@ class Launcher:
                 name: Supervisor(
                     of_one,
                     None,
-                    start=partial(processes.replace_teacher, teacher=name),
+                    start=partial(processes.replace_replica, teacher=name),
                     config=config.supervision,
                     note=recorder.warn,
                 )

@@ -19,7 +19,6 @@ from agent_loop.user_errors import describe_error, user_line
 from async_rl.config import ConfigError, RunConfig
 from async_rl.controller.resume import Resume, another_run
 from async_rl.controller.summary import run_warnings
-from async_rl.controller.teacher_checks import teacher_problems
 from async_rl.controller.warm_start import warm_start_folder
 from async_rl.files.masking import MASK
 from async_rl.inference.checkpoint_weights import tensor_shapes, weight_files
@@ -63,18 +62,20 @@ class CheckedRun:
 class _Problems:
     """Problems found so far."""
 
+    of_task: str
+    """Name of the user's code in a problem."""
     found: list[str] = field(default_factory=list[str])
     """One line for each."""
 
-    def attempt(self, call: Callable[[], T], *, of: str) -> T | None:
-        """The result of `call`; None and a problem if it raises. of: names the failed code of a user."""
+    def attempt(self, call: Callable[[], T], *, of: str = "") -> T | None:
+        """The result of `call`; None and a problem if it raises. of: name of the code, if not that of the task."""
         try:
             return call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a user may raise anything
             if isinstance(error, ValueError) and not user_line(error):
                 self.found += f"{error}".splitlines()
             else:
-                self.found.append(f"{of}: {describe_error(error)}")
+                self.found.append(f"{of or self.of_task}: {describe_error(error)}")
             return None
 
 
@@ -84,16 +85,15 @@ def check_run(config: RunConfig) -> CheckedRun:
     Raises:
         ConfigError: a line per problem, with field, value and way out.
     """
-    problems = _Problems()
-    of = f"task.factory is {config.task.factory}, which failed"
-    task = problems.attempt(lambda: build_task(config.task, seed=config.seed), of=of)
+    problems = _Problems(f"task.factory is {config.task.factory}, which failed")
+    task = problems.attempt(lambda: build_task(config.task, seed=config.seed))
     order, held_out = None, None
     builds, warm = config.model.checkpoint is None, config.warm_start.steps > 0
     missing = "" if task is None else missing_methods(task, config.task, builds_model=builds, warm_start=warm)
     problems.found += missing.splitlines()
-    _check_start(problems, None if missing else task, config, of=of)
+    _check_start(problems, None if missing else task, config)
     if task is not None and not missing.startswith("task.factory"):
-        order, held_out = _prompts(problems, task, config, of=of)
+        order, held_out = _prompts(problems, task, config)
     schedule = None
     if (directory := config.schedule) is not None:
         schedule = problems.attempt(lambda: _read_schedule(directory, config), of="schedule")
@@ -115,16 +115,15 @@ def check_evaluation(config: RunConfig, checkpoint: Path) -> tuple[Task, Mapping
     Raises:
         ConfigError: a line per problem, with field, value and way out.
     """
-    problems = _Problems()
-    of = f"task.factory is {config.task.factory}, which failed"
-    task = problems.attempt(lambda: build_task(config.task, seed=config.seed), of=of)
+    problems = _Problems(f"task.factory is {config.task.factory}, which failed")
+    task = problems.attempt(lambda: build_task(config.task, seed=config.seed))
     held_out = None
     if not config.validation.prompts:
         problems.found.append("validation.prompts is 0, so there is nothing to evaluate; give a number of prompts")
     problems.found += [*_engine_problems(config, checkpoint), *tokenizer_problems(config, checkpoint, task)]
     problems.found += _quantization_problems(config, checkpoint)
     if task is not None:
-        held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)), of=of)
+        held_out = problems.attempt(lambda: held_out_sets(task.validation_prompts(config.validation.prompts)))
     if config.validation.prompts and held_out is not None and not any(held_out.values()):
         problems.found.append(f"task.factory is {config.task.factory}, which holds out no prompt; set its validation")
     if problems.found or task is None or held_out is None:
@@ -226,6 +225,51 @@ def tokenizer_problems(config: RunConfig, checkpoint: Path, task: Task | None) -
         yield f"{error}"
 
 
+def teacher_problems(config: RunConfig, student: Path) -> Iterator[str]:
+    """Why a teacher cannot be served, or cannot score the tokens of the student; each names `teachers.NAME`.
+
+    Args:
+        student: the checkpoint that is trained.
+    """
+    for name, teacher in config.teachers.items():
+        field, checkpoint = f"teachers.{name}", teacher.checkpoint
+        try:
+            info = read_model_info(checkpoint)
+            check_engine(teacher.engine, checkpoint=checkpoint, capture=False, force=False)
+            if isinstance(teacher.engine, SglangConfig) and config.cluster.address is None:
+                interpreter(teacher.engine)
+            yield from (f"{field}: {problem}" for problem in _quantization_problems(config, checkpoint))
+        except (CheckpointError, EngineError) as error:
+            yield f"{field}.checkpoint: {error}"
+            continue
+        except ValueError as error:
+            yield from (f"{field}: {line}" for line in f"{error}".splitlines())
+            continue
+        if (ids := config.distillation.num_ids) >= info.vocab_size:
+            yield f"distillation.top_k is {ids}, and {field} has {info.vocab_size} tokens; lower it"
+        if difference := _other_tokens(checkpoint, student):
+            yield (
+                f"{field}.checkpoint is {checkpoint}, whose tokenizer is another one than that of the student, "
+                f"{student}: {difference}; use a teacher with the student's tokens"
+            )
+
+
+def _other_tokens(teacher: Path, student: Path) -> str:
+    """The first token of the student that has another id in the teacher's tokenizer; empty if there is none."""
+    tables: list[dict[str, int]] = []
+    for checkpoint in (teacher, student):
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+        except Exception as error:  # noqa: BLE001 - the libraries raise many kinds
+            return f"that of {checkpoint} cannot be loaded ({describe_error(error).partition('. ')[0]})"
+        tables.append(tokenizer.get_vocab())
+    theirs, ours = tables
+    for token, number in sorted(ours.items(), key=lambda item: item[1]):
+        if (found := theirs.get(token)) != number:
+            return f"{token!r} is {number} there, and {'not a token' if found is None else found} here"
+    return ""
+
+
 def _endpoint_problems(task: Task, config: RunConfig) -> Iterator[str]:
     """Why agents cannot reach the endpoints of the rollout workers."""
     if task.program is None:
@@ -243,7 +287,7 @@ def _endpoint_problems(task: Task, config: RunConfig) -> Iterator[str]:
 
 
 def _prompts(
-    problems: _Problems, task: Task, config: RunConfig, *, of: str
+    problems: _Problems, task: Task, config: RunConfig
 ) -> tuple[PromptOrder | None, Mapping[str, Sequence[Prompt]] | None]:
     """The training prompts and the sets of held-out ones; None for those that the task refuses."""
     count = config.validation.prompts
@@ -254,12 +298,12 @@ def _prompts(
         return order
 
     return (
-        problems.attempt(checked_order, of=of),
-        problems.attempt(lambda: held_out_sets(task.validation_prompts(count)) if count else {}, of=of),
+        problems.attempt(checked_order),
+        problems.attempt(lambda: held_out_sets(task.validation_prompts(count)) if count else {}),
     )
 
 
-def _check_start(problems: _Problems, task: Task | None, config: RunConfig, *, of: str) -> None:
+def _check_start(problems: _Problems, task: Task | None, config: RunConfig) -> None:
     """Check the model that RL starts from; a model that the task builds is written to a temporary folder."""
     if isinstance(config.engine, SglangConfig) and config.cluster.address is None:
         try:
@@ -274,7 +318,7 @@ def _check_start(problems: _Problems, task: Task | None, config: RunConfig, *, o
     elif task is not None:
         with tempfile.TemporaryDirectory() as folder:
             initial = Path(folder) / "initial"
-            if problems.attempt(lambda: (task.save_initial_checkpoint(initial), True), of=of):
+            if problems.attempt(lambda: (task.save_initial_checkpoint(initial), True)):
                 found = [*model_problems(config, initial), *tokenizer_problems(config, initial, task)]
                 found += teacher_problems(config, initial)
                 problems.found += [text.replace(f"{initial}", "the model of the task") for text in found]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from async_rl.metrics.registry import batch_metrics, masking_metrics, staleness_histogram
 from async_rl.rollout.schedule import scheduled_groups
-from async_rl.trainer.batch.advantage import Advantage, batch_rewards
+from async_rl.trainer.batch.advantage import batch_rewards
 from async_rl.trainer.batch.training_batch import Int64Array, RecordedGroups, TrainingBatch, training_batch
-from message_queue.contract import Batch
 from message_queue.heads import GroupHead
+from message_queue.queue import Batch
 from message_queue.training_sequence import Content
+
+if TYPE_CHECKING:
+    from async_rl.config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,51 +41,41 @@ class PreparedBatch:
 def prepare(
     batch: Batch,
     contents: Sequence[Content],
+    config: RunConfig,
     *,
-    advantage: Advantage,
-    expected: Sequence[Mapping[str, float]] | None = None,
     version_updates: Mapping[int, int],
-    retained_kv: bool,
-    temperature: float = 1.0,
-    updates_per_batch: int = 1,
-    rewards: bool = True,
-    seed: int = 0,
+    expected: Sequence[Mapping[str, float]] | None = None,
 ) -> PreparedBatch:
     """Leave out failed rollouts, mask tokens that are too old, and split the groups into mini-batches.
 
-    Advantages are computed over all rollouts that did not fail, including masked ones.
+    Advantages are computed over all rollouts that did not fail, including masked ones. They are 0 if rewards do not
+    count (distillation.rewards).
 
     Args:
         batch: G groups.
         contents: [G], GroupContent of each group or a reference to it.
-        advantage: how rewards become advantages.
-        expected: [G], see `PromptValues.expected`; None if `advantage` tracks no prompts.
         version_updates: `param_version` -> optimizer updates.
-        retained_kv, temperature: see TrainingBatch.
-        updates_per_batch: number of mini-batches.
-        rewards: whether the rewards count; False sets all advantages to 0 (distillation.rewards).
-        seed: random seed; see `mini_batches_of`.
+        expected: [G], see `PromptValues.expected`; None if the advantage tracks no prompts.
 
     Raises:
         BatchError: all rollouts failed, or a token was sampled by a version that was not published.
     """
-    heads = batch.groups
-    groups = [head.group for head in heads]
+    heads, rollout, parts = batch.groups, config.rollout, config.trainer.updates_per_batch
     sound = [replace(head, trajectories=tuple(t for t in head.trajectories if not t.failed)) for head in heads]
-    mini_batches = mini_batches_of(groups, count=updates_per_batch, seed=seed, update=batch.update)
-    of_task = batch_rewards(sound, advantage, expected=expected)
-    advantages = of_task.advantages()
-    if not rewards:
+    split = mini_batches_of([head.group for head in heads], count=parts, seed=config.seed, update=batch.update)
+    rewards = batch_rewards(sound, config.advantage, expected=expected)
+    advantages = rewards.advantages()
+    if config.teaches is not None and not config.teaches.rewards:
         advantages = replace(advantages, values=np.zeros_like(advantages.values))
-    ages: Any = {"version_updates": version_updates, "min_update": batch.min_update, "mini_batches": mini_batches}
+    ages: Any = {"version_updates": version_updates, "min_update": batch.min_update, "mini_batches": split}
     made = training_batch(
         heads,
         contents,
         advantages=advantages,
         current_update=batch.update,
-        retained_kv=retained_kv,
-        temperature=temperature,
-        rewards=of_task,
+        retained_kv=rollout.kv == "keep",
+        temperature=rollout.sampling.temperature,
+        rewards=rewards,
         **ages,
     )
     of_rollout = np.unique(made.index[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
@@ -96,7 +89,7 @@ def prepare(
         staleness_tokens=staleness_tokens,
         metrics={
             **batch_metrics(sound, staleness_tokens=staleness_tokens),
-            **masking_metrics(of_task.sampled, in_loss, advantages.values),
+            **masking_metrics(rewards.sampled, in_loss, advantages.values),
             "length/trained_mean": sum(lengths) / len(lengths),
         },
         schedule=scheduled_groups(heads, version_updates=version_updates),

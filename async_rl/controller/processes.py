@@ -30,7 +30,7 @@ from async_rl.controller.summary import with_room_for_twin
 from async_rl.controller.warm_start import run_warm_start, warm_start_folder
 from async_rl.files.atomic_dir import whole_file
 from async_rl.inference.pool import PoolReplica, ReplicaPool
-from async_rl.inference.select import check_engine
+from async_rl.inference.select import ReplicaSettings, check_engine
 from async_rl.metrics.console import RunConsole
 from async_rl.metrics.trace import Trace
 from async_rl.rollout.dispatcher import Worker, WorkerLostError
@@ -161,7 +161,7 @@ class Processes:
             on_lost: see `ReplicaPool`.
         """
         async with asyncio.TaskGroup() as starts:
-            pools = {name: starts.create_task(self._start_teacher(name)) for name in self._config.teachers}
+            pools = {name: starts.create_task(self._start_replicas(name)) for name in self._config.teachers}
         self._teachers = {name: ReplicaPool(replicas.result(), on_lost=on_lost) for name, replicas in pools.items()}
         return self._teachers
 
@@ -187,21 +187,15 @@ class Processes:
         await self._wait_for_node("the queue", self._placement.queue(), timeout_s=timeout_s, error=QueueUnavailable)
         return await self._start_trainer(self._config, self._checkpoint)
 
-    async def replace_replica(self, lost: PoolReplica, /, *, slot: int, name: str) -> ReplicaClient:
-        """See `async_rl.inference.supervisor.ReplicaFactory`."""
+    async def replace_replica(
+        self, lost: PoolReplica, /, *, slot: int, name: str, teacher: str | None = None
+    ) -> ReplicaClient:
+        """See `async_rl.inference.supervisor.ReplicaFactory`. teacher: whose replica it is; None for the policy's."""
         await self._closing(cast(ReplicaClient, lost).close)()
-        timeout_s = self._config.engine.start_timeout_s
-        for options in self._placement.replica(slot):
+        timeout_s = self._settings(teacher).engine.start_timeout_s
+        for options in self._placement.replica(slot, teacher=teacher):
             await self._wait_for_node(name, options, timeout_s=timeout_s, error=EngineError)
-        return await self._start_replica(slot=slot, name=name)
-
-    async def replace_teacher(self, lost: PoolReplica, /, *, teacher: str, slot: int, name: str) -> ReplicaClient:
-        """See `async_rl.inference.supervisor.ReplicaFactory`; of a teacher."""
-        await self._closing(cast(ReplicaClient, lost).close)()
-        timeout_s = self._config.teachers[teacher].engine.start_timeout_s
-        place = self._placement.teacher(teacher, slot)
-        await self._wait_for_node(name, place, timeout_s=timeout_s, error=EngineError)
-        return await self._start_teacher_replica(teacher, slot=slot, name=name)
+        return await self._start_replica(slot=slot, name=name, teacher=teacher)
 
     def create_rollout_workers(self) -> list[WorkerClient]:
         """As many processes as `rollout.workers`; they import while trainer and replicas start."""
@@ -286,56 +280,42 @@ class Processes:
         self._console.phase("trainer", "ready")
         return client
 
-    async def _start_replicas(self) -> list[ReplicaClient]:
+    def _settings(self, teacher: str | None) -> ReplicaSettings:
+        """Settings of the replicas of the policy, or of a teacher."""
+        if teacher is not None:
+            return self._config.teacher_settings(teacher)
+        return replace(self._config.replica_settings, engine=with_room_for_twin(self._config, self._checkpoint))
+
+    async def _start_replicas(self, teacher: str | None = None) -> list[ReplicaClient]:
         config, ready = self._config, list[str]()
-        self._console.phase("replicas", f"starting {config.engine.replicas} of {config.engine.name}")
+        engine = config.engine if teacher is None else config.teachers[teacher].engine
+        process, prefix = ("replicas", "replica") if teacher is None else (f"teacher {teacher}", f"teacher-{teacher}")
+        self._console.phase(process, f"starting {engine.replicas} of {engine.name}")
+        if teacher is None:
+            routing = {"capture": config.captures_routing, "force": config.forces_routing}
+            check_engine(engine, checkpoint=self._checkpoint, **routing)
+        else:
+            self._teacher_checkpoints[teacher] = await self._plain(config.teachers[teacher].checkpoint)
 
         async def start(slot: int) -> ReplicaClient:
-            replica = await self._start_replica(slot=slot, name=f"replica-{slot}")
+            replica = await self._start_replica(slot=slot, name=f"{prefix}-{slot}", teacher=teacher)
             ready.append(replica.name)
-            self._console.phase("replicas", f"{len(ready)} of {config.engine.replicas} ready")
+            self._console.phase(process, f"{len(ready)} of {engine.replicas} ready")
             return replica
 
-        check_engine(
-            config.engine, checkpoint=self._checkpoint, capture=config.captures_routing, force=config.forces_routing
-        )
         async with asyncio.TaskGroup() as starts:
-            tasks = [starts.create_task(start(slot)) for slot in range(config.engine.replicas)]
+            tasks = [starts.create_task(start(slot)) for slot in range(engine.replicas)]
         return [task.result() for task in tasks]
 
-    async def _start_replica(self, *, slot: int, name: str) -> ReplicaClient:
-        replica = await ReplicaClient.start(
-            replace(self._config.replica_settings, engine=with_room_for_twin(self._config, self._checkpoint)),
-            name=name,
-            checkpoint=self._checkpoint,
-            places=self._placement.replica(slot),
-            log=self._logs / f"{name}.log",
-            store=self._store,
-        )
-        self._engine_ends.append(self._closing(replica.close))
-        self._name({name: await replica.pid(timeout_s=self._config.engine.load_timeout_s)})
-        return replica
-
-    async def _start_teacher(self, teacher: str) -> list[ReplicaClient]:
-        engine = self._config.teachers[teacher].engine
-        self._console.phase(f"teacher {teacher}", f"starting {engine.replicas} of {engine.name}")
-        self._teacher_checkpoints[teacher] = await self._plain(self._config.teachers[teacher].checkpoint)
-        async with asyncio.TaskGroup() as starts:
-            tasks = [
-                starts.create_task(self._start_teacher_replica(teacher, slot=slot, name=f"teacher-{teacher}-{slot}"))
-                for slot in range(engine.replicas)
-            ]
-        self._console.phase(f"teacher {teacher}", "ready")
-        return [task.result() for task in tasks]
-
-    async def _start_teacher_replica(self, teacher: str, *, slot: int, name: str) -> ReplicaClient:
-        settings = self._config.teacher_settings(teacher)
+    async def _start_replica(self, *, slot: int, name: str, teacher: str | None = None) -> ReplicaClient:
+        settings = self._settings(teacher)
         replica = await ReplicaClient.start(
             settings,
             name=name,
-            checkpoint=self._teacher_checkpoints[teacher],
-            places=[self._placement.teacher(teacher, slot)],
+            checkpoint=self._checkpoint if teacher is None else self._teacher_checkpoints[teacher],
+            places=self._placement.replica(slot, teacher=teacher),
             log=self._logs / f"{name}.log",
+            store=self._store if teacher is None else None,
         )
         self._engine_ends.append(self._closing(replica.close))
         self._name({name: await replica.pid(timeout_s=settings.engine.load_timeout_s)})

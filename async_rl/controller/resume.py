@@ -8,18 +8,17 @@ The config of a run is in its directory: that of the first start, and one more f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from async_rl.config import ConfigError, RunConfig, plain_values
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.files.atomic_dir import whole_file
-from async_rl.files.masking import masked
+from async_rl.files.masking import differences, masked
 from async_rl.files.owner import living_owner
 from async_rl.files.rollouts import FOLDER, truncate_steps
 from async_rl.metrics.recorder import Recorder
@@ -32,7 +31,6 @@ from message_queue.tokens import RoutingSpec
 
 MAX_NAME_BYTES = 40
 FIRST = "config.yaml"
-NOT_COMPARED = frozenset({"resume"})  # it says how to start, not what to run
 
 
 class Resume:
@@ -186,12 +184,12 @@ def record_config(directory: Path, config: RunConfig, *, train_step: int) -> lis
         _write(directory / FIRST, current)
         return []
     recorded = [directory / FIRST, *sorted(directory.glob("config-??????.yaml"))]
-    changed = [f"{name}: {old} -> {new}" for name, old, new in _differences(_read(recorded[-1]), current)]
+    changed = list(differences(_read(recorded[-1]), current))
     later = [path for path in recorded[1:] if path > _path_of(directory, train_step)]
     for path in later:
         path.unlink()
     newest = [path for path in recorded if path not in later][-1]
-    if any(_differences(_read(newest), current)):
+    if any(differences(_read(newest), current)):
         _write(_path_of(directory, train_step), current)
     return changed
 
@@ -241,19 +239,3 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError):
         values = None
     return masked(values) if isinstance(values, Mapping) else {}
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """(dotted field, old value, new value) of the fields that differ; "-" for a field that is missing."""
-    for key in dict.fromkeys((*old, *new)):
-        before, after, name = old.get(key), new.get(key), f"{prefix}{key}"
-        if name in NOT_COMPARED or (before == after and (key in old) == (key in new)):
-            continue
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _differences(cast(Mapping[str, Any], before), cast(Mapping[str, Any], after), f"{name}.")
-        else:
-            yield name, _shown(old, key), _shown(new, key)
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], ensure_ascii=False) if key in values else "-"

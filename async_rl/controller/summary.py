@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ from async_rl.inference.checkpoint_weights import weight_files
 from async_rl.inference.select import EngineConfig
 from async_rl.inference.serving import gpu_bytes, kv_bytes_per_token
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.weights.model_info import is_quantized, read_model_info
+from async_rl.weights.model_info import is_quantized, read_config, read_model_info
 from async_rl.weights.quantized import plain_sizes
 
 GIB = 1 << 30
@@ -161,7 +160,7 @@ def run_warnings(config: RunConfig, *, num_held_out: int) -> Iterator[str]:
 
 def _kv_bytes(config: RunConfig, checkpoint: Path) -> float:
     """Bytes of the K/V of `max_num_seqs` requests of full length, on one engine rank."""
-    engine, fields = config.engine, json.loads((checkpoint / "config.json").read_text())
+    engine, fields = config.engine, read_config(checkpoint)
     each = engine.max_model_len * kv_bytes_per_token(fields, engine)
     return engine.max_num_seqs * each / engine.tensor_parallel
 

@@ -37,12 +37,9 @@ def with_defaults(kind: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
     found = {f.name: default for f in fields(kind) if (default := _default_of(f)) is not MISSING} | dict(values)
     for key, value in values.items():
         if isinstance(value, Mapping) and key in hints:
-            within = cast(Mapping[str, Any], value)
-            if (member := _class_of_values(hints[key])) is not None:
-                found[key] = {n: with_defaults(member, v) if isinstance(v, Mapping) else v for n, v in within.items()}
-                continue
-            for member in _config_classes(hints[key], within, key=key):
-                found[key] = with_defaults(member, within)
+            for name, member, within in _members(hints[key], cast(Mapping[str, Any], value), key=key):
+                whole = with_defaults(member, within)
+                found[key] = whole if name is None else {**found[key], name: whole}
     return found
 
 
@@ -72,15 +69,10 @@ def unknown_keys(
         if key not in known:
             yield f"{prefix}{key} {_nearest(key, known, prefix=prefix, root=root)}"
         elif isinstance(value, Mapping):
-            within = cast(Mapping[str, Any], value)
-            if (member := _class_of_values(hints[key])) is not None:
-                for name, each in within.items():
-                    if isinstance(each, Mapping):
-                        place = f"{prefix}{key}.{name}."
-                        yield from unknown_keys(member, cast(Mapping[str, Any], each), prefix=place, root=root)
-                continue
-            for member in _config_classes(hints[key], within, key=f"{prefix}{key}"):
-                yield from unknown_keys(member, within, prefix=f"{prefix}{key}.", root=root)
+            place = f"{prefix}{key}"
+            for name, member, within in _members(hints[key], cast(Mapping[str, Any], value), key=place):
+                below = f"{place}." if name is None else f"{place}.{name}."
+                yield from unknown_keys(member, within, prefix=below, root=root)
 
 
 def _nearest(key: str, known: Sequence[str], *, prefix: str, root: type[Any]) -> str:
@@ -106,6 +98,16 @@ def all_keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
             continue
         members = [m for m in get_args(hints[name]) or (hints[name],) if is_dataclass(m)]
         yield from dict.fromkeys(key for m in members for key in all_keys(cast(Any, m), f"{prefix}{name}."))
+
+
+def _members(
+    hint: Any, values: Mapping[str, Any], *, key: str
+) -> Iterator[tuple[str | None, type[Any], Mapping[str, Any]]]:
+    """(name, config class, values) of each config that a field holds; the name is None unless it is a mapping's."""
+    if (member := _class_of_values(hint)) is not None:
+        yield from ((n, member, cast(Mapping[str, Any], v)) for n, v in values.items() if isinstance(v, Mapping))
+    else:
+        yield from ((None, kind, values) for kind in _config_classes(hint, values, key=key))
 
 
 def _class_of_values(hint: Any) -> type[Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -55,6 +56,20 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """`field: old -> new` of the dotted fields that differ, in JSON; "-" is a field that is missing.
+
+    `resume` is left out, which says how to start and not what to run. An empty mapping has no fields.
+    """
+    both = [{key: value for key, value in dotted(values) if value != {}} for values in (old, new)]
+    for key in dict.fromkeys(key for values in both for key in values):
+        before, after = (
+            json.dumps(values[key], ensure_ascii=False, default=str) if key in values else "-" for values in both
+        )
+        if before != after and key != "resume":
+            yield f"{key}: {before} -> {after}"
 
 
 def hidden(value: Any, name: str = "") -> Iterator[str]:

@@ -100,7 +100,8 @@ def or_user_class(kind: type[Any], *, key: str, problem_of: Callable[[Any], str]
 
 def imported_files() -> list[ModuleType]:
     """The modules that `import_module` made of files; other processes cannot import them."""
-    return [module for name, module in sys.modules.items() if name.startswith(_PREFIX)]
+    loaded = list(sys.modules.items())  # a copy, because other threads import meanwhile
+    return [module for name, module in loaded if name.startswith(_PREFIX)]
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -95,7 +95,9 @@ class Deliveries:
                 else:
                     failures.append(error)
             except ReplicaLostError as error:  # the pool has removed the replica
-                await asyncio.to_thread(_end, seat, str(error))
+                from async_rl.weights.broadcast import end_delivery  # imports torch; a configuration does without
+
+                await asyncio.to_thread(end_delivery, seat, str(error))
 
         async with asyncio.TaskGroup() as deliveries:
             for index, member in enumerate(receivers):
@@ -112,9 +114,3 @@ class Deliveries:
             backend=self._backend,
             timeout_s=self._bucket_s,
         )
-
-
-def _end(seat: Seat, reason: str) -> None:
-    from async_rl.weights.broadcast import end_delivery  # imports torch; a configuration does without
-
-    end_delivery(seat, reason)

@@ -60,6 +60,7 @@ class ReplicaPool:
         on_lost: called once per failed replica, with a text for the user.
 
     Attributes:
+        members: all replicas, including failed ones.
         changed: rings when a replica joins or fails, and when none is started in place of a failed one.
 
     Raises:
@@ -72,7 +73,7 @@ class ReplicaPool:
         names = [replica.name for replica in replicas]
         if len(set(names)) != len(names):
             raise ValueError(f"replicas are named {names}; give each a name of its own")
-        self._members = tuple(Member(replica, slot) for slot, replica in enumerate(replicas))
+        self.members: tuple[Member, ...] = tuple(Member(replica, slot) for slot, replica in enumerate(replicas))
         self._num_slots = len(replicas)
         self._awaited = 0
         self._to_restart: asyncio.Queue[Member] = asyncio.Queue()
@@ -82,11 +83,6 @@ class ReplicaPool:
         self._failed_starts: dict[str, str] = {}
         self._notes: list[str] = []
         self._on_lost = on_lost
-
-    @classmethod
-    def of(cls, replicas: ReplicaPool | Sequence[PoolReplica]) -> ReplicaPool:
-        """`replicas` unchanged if it is a pool, else an unshared pool of the replicas."""
-        return replicas if isinstance(replicas, ReplicaPool) else cls(replicas)
 
     @property
     def live(self) -> tuple[Member, ...]:
@@ -101,12 +97,7 @@ class ReplicaPool:
     @property
     def live_or_none(self) -> tuple[Member, ...]:
         """Live replicas, if any."""
-        return tuple(member for member in self._members if member.lost is None)
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """All replicas, including failed ones."""
-        return self._members
+        return tuple(member for member in self.members if member.lost is None)
 
     def avoid(self, names: Collection[str]) -> None:
         """Leave these replicas out of `serving` from now on, unless no other is live; replaces the earlier names."""
@@ -143,9 +134,9 @@ class ReplicaPool:
         Raises:
             ValueError: a member had this name before.
         """
-        if replica.name in {member.name for member in self._members}:
+        if replica.name in {member.name for member in self.members}:
             raise ValueError(f"a replica named {replica.name} was in the pool before; give its successor another name")
-        self._members = (*self._members, Member(replica, slot))
+        self.members = (*self.members, Member(replica, slot))
         self._awaited -= 1
         self.changed.notify_all()
 
@@ -162,7 +153,7 @@ class ReplicaPool:
     @property
     def lost(self) -> dict[str, str]:
         """Name -> reason of every failed replica."""
-        return {member.name: member.lost for member in self._members if member.lost is not None}
+        return {member.name: member.lost for member in self.members if member.lost is not None}
 
     @property
     def causes(self) -> dict[str, str]:
@@ -257,12 +248,12 @@ class ReplicaPool:
         async with asyncio.TaskGroup() as reads:
             for member in self.live_or_none:
                 reads.create_task(self._read_busy(member))
-        return sum(member.busy_seconds for member in self._members) / self._num_slots
+        return sum(member.busy_seconds for member in self.members) / self._num_slots
 
     @property
     def drafts(self) -> DraftCounts:
         """Draft tokens of all replicas since the start, at the last reading of `busy_seconds`."""
-        return sum((member.drafts for member in self._members), DraftCounts())
+        return sum((member.drafts for member in self.members), DraftCounts())
 
     # ---- inside
 

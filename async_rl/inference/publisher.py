@@ -35,7 +35,6 @@ from async_rl.files.logs import notes_of
 from async_rl.inference.delivery import Deliveries
 from async_rl.inference.gate import KVPolicy
 from async_rl.inference.pool import Member, PoolReplica, ReplicaPool
-from async_rl.inference.publish_state import PublishState
 from async_rl.inference.replica import DeliveryError, EngineReplica
 from async_rl.metrics.trace import Trace
 from async_rl.weights.transport import Backend, WeightUpdate
@@ -61,6 +60,36 @@ class PublishReport:
     def metrics(self) -> dict[str, float]:
         """The durations under their keys in `async_rl.metrics.registry.METRICS`."""
         return {"sync/seconds": self.seconds, "sync/pause_seconds": self.pause_seconds}
+
+
+@dataclass(slots=True)
+class _Publish:
+    """A version that goes to the replicas, or the newest one that they have."""
+
+    update: WeightUpdate
+    """The version."""
+    first_load: tuple[str, str] | None = None
+    """The first replica that loaded it, and the checksum of its parameters; None before."""
+    cancelled: bool = False
+    """Whether no further replica is paused; those that are paused finish."""
+
+    @property
+    def version(self) -> int:
+        """`param_version`."""
+        return self.update.weights.version
+
+    def compare(self, replica: str, checksum: str) -> None:
+        """Compare the parameters that a replica has loaded with those of the first one, before it resumes.
+
+        Raises:
+            EngineError: they differ, although all replicas have the same configuration.
+        """
+        first, expected = self.first_load = self.first_load or (replica, checksum)
+        if checksum != expected:
+            raise EngineError(
+                f"{replica} has parameters with checksum {checksum} for version {self.version}, but {first} has "
+                f"{expected}; one replica does not serve the published weights"
+            )
 
 
 class _WrongLoad(EngineError):
@@ -91,7 +120,7 @@ class Publisher:
     So does one that misses a bucket, unless it came to no replica: then they all wait for the next publish.
 
     Args:
-        replicas: the replicas that serve the run.
+        pool: the replicas that serve the run.
         on_update: how requests in flight are treated; see the top of this module.
         kv: K/V of the requests that are frozen with `keep`; see `async_rl.inference.replica.EngineReplica.load`.
         rollouts: `at_once` pauses their tools during a publish; `rolling` has them avoid the paused replicas.
@@ -105,7 +134,7 @@ class Publisher:
 
     def __init__(
         self,
-        replicas: ReplicaPool | Sequence[PoolReplica],
+        pool: ReplicaPool,
         *,
         on_update: OnUpdate,
         kv: KVPolicy = "recompute",
@@ -116,8 +145,8 @@ class Publisher:
         timeout_s: float,
         trace: Trace | None = None,
     ) -> None:
-        self._pool = ReplicaPool.of(replicas)
-        self._deliveries = Deliveries(self._pool, backend=backend, timeout_s=timeout_s)
+        self._pool = pool
+        self._deliveries = Deliveries(pool, backend=backend, timeout_s=timeout_s)
         self._rollouts = rollouts
         self._on_update: OnUpdate = on_update
         self._kv: KVPolicy = kv
@@ -126,7 +155,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._trace = trace or Trace(None)
         self._turn = asyncio.Lock()  # a replica must not join during a publish
-        self._newest: tuple[WeightUpdate, PublishState] | None = None
+        self._newest: _Publish | None = None
         self._undelivered: dict[Member, DeliveryError] = {}  # during the loads of the last publish
 
     async def publish(self, update: WeightUpdate, *, probe: Callable[[Member], None] | None = None) -> PublishReport:
@@ -148,19 +177,25 @@ class Publisher:
             ValueError: the version was published before with other weights, or a newer one was.
         """
         async with self._turn:
-            members = {member.name: member for member in self._pool.live}
-            before = None if self._newest is None else self._newest[1]
-            state = PublishState(update.weights, members, max_paused=self._max_paused, before=before)
-            self._newest = update, state
-            publish = asyncio.create_task(self._publish(update, state, members, probe))
+            members, begun = self._pool.live, self._begun(update)
+            publish = asyncio.create_task(self._publish(begun, members, probe))
             try:
                 return await asyncio.shield(publish)
             except asyncio.CancelledError:
-                state.cancel()
+                begun.cancelled = True
                 await asyncio.wait({publish})
                 if not publish.cancelled():
                     publish.exception()  # retrieved, so that asyncio does not log it: the cancellation takes precedence
                 raise
+
+    def _begun(self, update: WeightUpdate) -> _Publish:
+        """The publish of a version; raises ValueError if the newest version does not precede it."""
+        if self._newest is not None:
+            weights, before = update.weights, self._newest.update.weights
+            if weights.version <= before.version and weights != before:
+                raise ValueError(f"{weights} is published after {before}; a version has one set of weights")
+        self._newest = _Publish(update)
+        return self._newest
 
     async def bring_up(self, replica: PoolReplica, *, slot: int) -> None:
         """Load the newest version on a started replica and add it to the pool.
@@ -175,13 +210,13 @@ class Publisher:
         """
         async with self._turn:
             if self._newest is not None:
-                update, state = self._newest
+                update = self._newest.update
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         if update.sources:
                             await self._deliveries.bring_to(replica, update)
                         await replica.call(EngineReplica.fetch, update)
-                        await self._load(replica, update, state)
+                        await self._load(replica, self._newest)
                 except TimeoutError as error:
                     raise ReplicaLostError(
                         f"{replica.name} did not load version {update.weights.version} (sync.timeout_s) within "
@@ -221,23 +256,19 @@ class Publisher:
                 await call()
 
     async def _publish(
-        self,
-        update: WeightUpdate,
-        state: PublishState,
-        members: Mapping[str, Member],
-        probe: Callable[[Member], None] | None,
+        self, publish: _Publish, members: Sequence[Member], probe: Callable[[Member], None] | None
     ) -> PublishReport:
         started = time.monotonic()
         unstaged, self._undelivered = dict[Member, DeliveryError](), {}
-        if update.sources:
-            await self._deliveries.deliver(update, members.values())
+        if publish.update.sources:
+            await self._deliveries.deliver(publish.update, members)
         async with asyncio.TaskGroup() as stagings:
-            for member in members.values():
-                stagings.create_task(self._stage(member, update, state, unstaged))
-        self._blame(unstaged, members.values())
+            for member in members:
+                stagings.create_task(self._stage(member, publish.update, unstaged))
+        self._blame(unstaged, members)
         async with self._prepared_rollouts():
-            done = await self._load_all(update, state, members, probe)
-        self._blame(self._undelivered, members.values())
+            done = await self._load_all(publish, [member for member in members if member.lost is None], probe)
+        self._blame(self._undelivered, members)
         self._pool.require_any()
         return PublishReport(
             seconds=time.monotonic() - started,
@@ -246,9 +277,7 @@ class Publisher:
             frozen=sum(load.frozen for load in done),
         )
 
-    async def _stage(
-        self, member: Member, update: WeightUpdate, state: PublishState, unstaged: dict[Member, DeliveryError]
-    ) -> None:
+    async def _stage(self, member: Member, update: WeightUpdate, unstaged: dict[Member, DeliveryError]) -> None:
         """Have a replica do what needs no pause: fetch the version, and stage it if versions are staged."""
         late = f"did not {'stage' if self._staged else 'fetch'} version {update.weights.version} (sync.timeout_s)"
         try:
@@ -260,12 +289,8 @@ class Publisher:
                         await member.replica.call(EngineReplica.stage, update)
         except DeliveryError as error:
             unstaged[member] = error
-            state.fence(member.name)
         except EngineError as error:
             self._lose(member, error)
-            state.fence(member.name)
-        else:
-            state.staged(member.name)
 
     @contextlib.asynccontextmanager
     async def _prepared_rollouts(self) -> AsyncGenerator[None]:
@@ -281,40 +306,35 @@ class Publisher:
                 await self._rollouts.avoid(())
 
     async def _load_all(
-        self,
-        update: WeightUpdate,
-        state: PublishState,
-        members: Mapping[str, Member],
-        probe: Callable[[Member], None] | None,
+        self, publish: _Publish, members: Sequence[Member], probe: Callable[[Member], None] | None
     ) -> list[PublishReport]:
-        """Load the version on each replica, as many at a time as the state allows."""
-        done: list[PublishReport] = []
+        """Load the version on each replica, at most `max_paused` at a time."""
+        done, paused = list[PublishReport](), set[str]()
+        places = asyncio.Semaphore(len(members) if self._max_paused is None else self._max_paused)
+        late = f"did not load version {publish.version} (sync.timeout_s)"
 
         async def load(member: Member) -> None:
+            await places.acquire()
+            if publish.cancelled:
+                places.release()
+                return
+            paused.add(member.name)
             if self._max_paused is not None:
-                await self._rollouts.avoid(state.paused)  # first, so that an aborted request does not come back
-            late = f"did not load version {update.weights.version} (sync.timeout_s)"
+                await self._rollouts.avoid(frozenset(paused))  # first, so that an aborted request does not come back
             try:
                 async with self._pool.calling(member, timeout_s=self._timeout_s, late=late):
-                    paused = None if probe is None else partial(probe, member)
-                    done.append(await self._load(member.replica, update, state, paused=paused))
+                    on_pause = None if probe is None else partial(probe, member)
+                    done.append(await self._load(member.replica, publish, on_pause=on_pause))
             except DeliveryError as error:
                 self._undelivered[member] = error
-                state.fence(member.name)
             except (ReplicaLostError, _WrongLoad) as error:
                 self._lose(member, error)
-                state.fence(member.name)
-            else:
-                state.loaded(member.name)
-            start_next()
+            paused.remove(member.name)
+            places.release()  # after any other error no further replica is paused
 
         async with asyncio.TaskGroup() as loads:
-
-            def start_next() -> None:
-                for name in state.next_loads():
-                    loads.create_task(load(members[name]))
-
-            start_next()
+            for member in members:
+                loads.create_task(load(member))
         return done
 
     def _blame(self, undelivered: Mapping[Member, DeliveryError], members: Collection[Member]) -> None:
@@ -336,19 +356,15 @@ class Publisher:
         self._pool.lose(member, reason=str(error), notes=notes_of(error))
 
     async def _load(
-        self,
-        replica: PoolReplica,
-        update: WeightUpdate,
-        state: PublishState,
-        *,
-        paused: Callable[[], None] | None = None,
+        self, replica: PoolReplica, publish: _Publish, *, on_pause: Callable[[], None] | None = None
     ) -> PublishReport:
+        update = publish.update
         started, aborted, frozen = time.monotonic(), 0, 0
         kv: KVPolicy = "recompute"
         with self._span("pause", replica, update) as pause:
             await replica.call(EngineReplica.pause)
-            if paused is not None:
-                paused()
+            if on_pause is not None:
+                on_pause()
             match self._on_update:
                 case "resume":
                     with self._span("abort", replica, update, inside=pause):
@@ -364,7 +380,7 @@ class Publisher:
             pause.args |= {"aborted": aborted, "held": frozen}
             with self._span("load", replica, update, inside=pause):
                 await self._load_weights(replica, update, kv=kv)
-            state.compare(replica.name, await replica.call(EngineReplica.checksum))
+            publish.compare(replica.name, await replica.call(EngineReplica.checksum))
             await replica.call(EngineReplica.resume)
         seconds = time.monotonic() - started
         return PublishReport(seconds=seconds, pause_seconds=seconds, aborted=aborted, frozen=frozen)

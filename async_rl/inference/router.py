@@ -38,15 +38,10 @@ class ReplicaRouter:
 
     Sticky per session, so that a turn finds its prefix cache. When a replica fails, its requests are sent unchanged to
     another replica: none had returned a result, so held tokens, versions and rows are those of the request.
-
-    Args:
-        max_excess: a session stays while the load of its replica is at most this multiple of the least load (plus
-            MAX_AHEAD); inf: always.
     """
 
-    def __init__(self, replicas: ReplicaPool | Sequence[PoolReplica], *, max_excess: float = MAX_EXCESS) -> None:
-        self._pool = ReplicaPool.of(replicas)
-        self._max_excess = max_excess
+    def __init__(self, pool: ReplicaPool) -> None:
+        self._pool = pool
         self._home: OrderedDict[str, Member] = OrderedDict()
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
@@ -92,7 +87,7 @@ class ReplicaRouter:
     def _choose(self, session: str, live: Sequence[Member]) -> Member:
         least = min(live, key=lambda member: member.in_flight)
         home = self._home.get(session, least)
-        if home not in live or home.in_flight > self._max_excess * least.in_flight + MAX_AHEAD:
+        if home not in live or home.in_flight > MAX_EXCESS * least.in_flight + MAX_AHEAD:
             home = least
         if session:
             self._home[session] = home

@@ -19,7 +19,7 @@ class ScoreRequest:
     """Tokens whose logprobs an engine returns, over the whole vocabulary and at temperature 1."""
 
     request_id: str
-    """Unique while in flight; no id is a prefix of another."""
+    """Unique while in flight."""
     token_ids: Int32Array
     """int32 [t], at least 2."""
     first: int = 1
@@ -70,9 +70,8 @@ def checked_scores(
     found = np.asarray(logprobs, np.float32)
     if found.shape != wanted.shape or not (found <= 0).all():  # NaN is not <= 0 either
         raise ContractError("the engine's logprobs of given tokens are not one number <= 0 for each token")
-    if top is None:
-        return TeacherScores(logprobs=found)
-    top_ids, top_logprobs = np.asarray(top[0], np.int32), np.asarray(top[1], np.float32)
+    given_ids, given_logprobs = top or np.zeros((2, len(wanted), 0))
+    top_ids, top_logprobs = np.asarray(given_ids, np.int32), np.asarray(given_logprobs, np.float32)
     if not top_ids.shape == top_logprobs.shape == (len(wanted), request.top_k):
         raise ContractError(
             f"the engine's most likely tokens have the shapes {top_ids.shape} and {top_logprobs.shape}; asked were "

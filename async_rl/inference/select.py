@@ -31,7 +31,7 @@ class ReplicaSettings:
     forces_routing: bool = False
     """Whether requests carry forced experts."""
     captures_support: bool = False
-    """Whether requests may sample from a part of the vocabulary."""
+    """Whether requests may sample from a part of the vocabulary; vLLM needs this at its start."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     """Further environment variables of the process."""
 
@@ -68,14 +68,7 @@ def own_variables(config: VllmConfig | SglangConfig) -> frozenset[str]:
 
 
 async def start_replica(
-    config: VllmConfig | SglangConfig,
-    *,
-    name: str,
-    checkpoint: Path,
-    capture_routing: bool,
-    force_routing: bool = False,
-    capture_support: bool = False,
-    place: NodePlace | None = None,
+    settings: ReplicaSettings, *, name: str, checkpoint: Path, place: NodePlace | None = None
 ) -> EngineReplica[Any]:
     """Start an engine on a Hugging Face checkpoint folder, in a process that has `actor_environment`.
 
@@ -84,56 +77,37 @@ async def start_replica(
     Args:
         name: name of the replica.
         checkpoint: Hugging Face checkpoint folder.
-        capture_routing: whether the replica returns routing rows.
-        force_routing: whether requests carry forced experts.
-        capture_support: whether requests may sample from a part of the vocabulary; vLLM needs this at its start.
         place: of this node, the first of several; None if the replica has one.
 
     Raises:
         ValueError: the configuration does not suit the checkpoint.
         EngineError: the engine did not start, or not in time.
     """
-    check_engine(config, checkpoint=checkpoint, capture=capture_routing, force=force_routing)
+    config, capture = settings.engine, settings.captures_routing
+    check_engine(config, checkpoint=checkpoint, capture=capture, force=settings.forces_routing)
     if place is not None:
         os.environ.update(node_environment(place))
+    given: dict[str, Any] = {"name": name, "checkpoint": checkpoint, "capture_routing": capture, "place": place}
     if isinstance(config, VllmConfig):
         os.environ.update(vllm_config.device_environment(config))
         from async_rl.inference.vllm.engine import start_vllm
 
-        return await start_vllm(
-            config,
-            name=name,
-            checkpoint=checkpoint,
-            capture_routing=capture_routing,
-            capture_support=capture_support,
-            place=place,
-        )
+        return await start_vllm(config, capture_support=settings.captures_support, **given)
     from async_rl.inference.sglang.engine import start_sglang
 
-    return await start_sglang(config, name=name, checkpoint=checkpoint, capture_routing=capture_routing, place=place)
+    return await start_sglang(config, **given)
 
 
-async def start_node(
-    config: VllmConfig | SglangConfig,
-    place: NodePlace,
-    *,
-    checkpoint: Path,
-    capture_routing: bool,
-    capture_support: bool,
-) -> NodeProcess:
+async def start_node(settings: ReplicaSettings, place: NodePlace, *, checkpoint: Path) -> NodeProcess:
     """Start the ranks of an engine on a node but the first; see `start_replica` for arguments and errors."""
+    config = settings.engine
     os.environ.update(node_environment(place))
+    given: dict[str, Any] = {"checkpoint": checkpoint, "capture_routing": settings.captures_routing}
     if isinstance(config, VllmConfig):
         os.environ.update(vllm_config.device_environment(config))
         from async_rl.inference.vllm.process import start_node as start_vllm_node
 
-        return start_vllm_node(
-            config,
-            place,
-            checkpoint=checkpoint,
-            capture_routing=capture_routing,
-            capture_support=capture_support,
-        )
+        return start_vllm_node(config, place, capture_support=settings.captures_support, **given)
     from async_rl.inference.sglang.server import start_node as start_sglang_node
 
-    return await start_sglang_node(config, place, checkpoint=checkpoint, capture_routing=capture_routing)
+    return await start_sglang_node(config, place, **given)

@@ -40,11 +40,13 @@ def cut_into_segments(
         support: kept tokens of n positions; None if tokens were sampled from the whole vocabulary.
 
     Raises:
-        ContractError: the spans or the support do not cover n tokens, or the rows do not fit the request.
+        ContractError: the spans or the support do not cover n tokens.
     """
     if support is not None and len(support) != len(token_ids):
         raise ContractError(f"the support has {len(support)} positions; {len(token_ids)} tokens were sampled")
-    _check_extent(request, len(token_ids), routed_experts, spans)
+    counts = [count for _, count in spans]
+    if sum(counts) != len(token_ids) or (len(counts) > 1 and min(counts) < 1):
+        raise ContractError(f"the weight versions cover {counts} tokens; {len(token_ids)} were sampled")
     segments: list[TokenOutput] = []
     start, row = 0, 0
     for number, (weights, count) in enumerate(spans):
@@ -96,22 +98,3 @@ def joined(segments: Sequence[TokenOutput]) -> list[TokenOutput]:
     *before, last = segments
     sampled = [s for s in before if len(s)]
     return sampled if sampled and not len(last) and last.stop_reason is StopReason.ABORT else [*sampled, last]
-
-
-def _check_extent(
-    request: GenerateRequest,
-    sampled: int,
-    routed_experts: RoutedExperts | None,
-    spans: Sequence[tuple[WeightVersion, int]],
-) -> None:
-    counts = [count for _, count in spans]
-    if sum(counts) != sampled or (len(counts) > 1 and min(counts) < 1):
-        raise ContractError(f"the weight versions cover {counts} tokens; {sampled} were sampled")
-    if routed_experts is None:
-        return
-    end = len(request.token_ids) + sampled - 1
-    if (routed_experts.first_position, routed_experts.end_position) != (request.existing_rows, end):
-        raise ContractError(
-            f"routed_experts has rows {routed_experts.first_position}..{routed_experts.end_position - 1}; "
-            f"the request needs {request.existing_rows}..{end - 1}"
-        )

@@ -34,11 +34,11 @@ class Callbacks:
     """Calls the functions one after the other, while the run goes on: none can stop it or make it wait.
 
     Args:
-        functions: function for each kind of event, plain or async.
+        functions: function for each kind of event, plain or async; None for none.
     """
 
-    def __init__(self, functions: Mapping[Kind, Callable[[RunEvent], Any]]) -> None:
-        self._functions = functions
+    def __init__(self, functions: Mapping[Kind, Callable[[RunEvent], Any] | None]) -> None:
+        self._functions = {kind: function for kind, function in functions.items() if function is not None}
         self._events: asyncio.Queue[RunEvent] = asyncio.Queue()
 
     def tell(self, kind: Kind, train_step: int, metrics: Mapping[str, float]) -> None:

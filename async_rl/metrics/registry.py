@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_rl.metrics.lengths import QUANTILES, WINDOW
-from message_queue.contract import QueueSnapshot
 from message_queue.heads import GroupHead, TrajectoryHead
 from message_queue.ledger import DropKind
+from message_queue.state import QueueSnapshot
 from message_queue.tokens import StopReason
 
 Reduction = Literal["mean", "max", "sum", "last"]

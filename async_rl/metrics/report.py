@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 
 from async_rl.files.atomic_dir import whole_file
 from async_rl.files.jsonl import read_lines
-from async_rl.files.masking import dotted, masked
+from async_rl.files.masking import differences, dotted, masked
 from async_rl.files.rollouts import FOLDER, read_failed, read_steps
 from async_rl.files.starts import STARTS
 from async_rl.metrics.pages import json_script, packed_script, template
@@ -33,31 +33,14 @@ from async_rl.metrics.registry import FILTERS, INFO, METRICS, ROUTING, Metric, m
 _DIGITS = 6
 RECENT = 10  # batches in a mean over the newest ones
 _LAG_LABELS = {"lag0": "0", "lag0_mixed": "0, mixed", "lag1": "1", "lag2": "2", "lag3": "3+"}
+_OF_RANK = ("old_policy", "reference", "proximal", "values", "forward_backward", "critic", "optimizer")
+_OF_CONTROLLER = ("export", "probe", "checkpoint")
+_PHASES = ("wait", "batch", *_OF_RANK, *_OF_CONTROLLER, "other")
 _SPANS = {
-    "controller train": {"wait": "wait", "export": "export", "probe": "probe", "checkpoint": "checkpoint"},
-    "trainer-0 rank": {
-        **dict.fromkeys(("fetch", "build", "record"), "batch"),
-        **{
-            kind: kind
-            for kind in ("old_policy", "reference", "proximal", "values", "forward_backward", "critic", "optimizer")
-        },
-    },
+    "controller train": {kind: kind for kind in ("wait", *_OF_CONTROLLER)},
+    "trainer-0 rank": {**dict.fromkeys(("fetch", "build", "record"), "batch"), **{kind: kind for kind in _OF_RANK}},
 }
 """Track of the trace -> kind of span -> phase of a train step."""
-_PHASES = (
-    "wait",
-    "batch",
-    "old_policy",
-    "reference",
-    "proximal",
-    "values",
-    "forward_backward",
-    "critic",
-    "optimizer",
-    "export",
-    "probe",
-    "checkpoint",
-)
 _COMPUTED = {
     "recent/throughput": Metric("last", "tokens/s", f"sampled tokens trained per second, newest {RECENT} batches"),
     "recent/limit": Metric("last", "tokens/s", "the same per second in which the trainer did not wait for a batch"),
@@ -124,7 +107,7 @@ PANELS = (
     _panel("Mismatch", "Trained tokens by staleness", "staleness/share", over="staleness", zero=True),
     _panel("Routing", "Routing overlap", "routing/overlap"),
     *(_panel("Routing", f"{key.partition('/')[2]} by layer", key, over="layer", zero=True) for key in ROUTING),
-    _panel("Time", "Phases of a step", *(f"phase/{name}" for name in (*_PHASES, "other")), zero=True, stack=True),
+    _panel("Time", "Phases of a step", *(f"phase/{name}" for name in _PHASES), zero=True, stack=True),
     _panel("Time", "Idle share", "recent/idle_trainer", "recent/idle_replicas", zero=True),
     _panel("Time", "Operations per second of a trainer rank", "throughput/train_tflops", zero=True),
     _panel("Time", "Share of the GPU's peak", "throughput/mfu", zero=True),
@@ -230,8 +213,8 @@ def _run_data(run: RunRecord, *, beside: Path) -> dict[str, Any]:
         "failed": _failed(folder),
         "rollouts": list(_best_and_worst(folder)),
         "starts": _read_lines(folder / STARTS),
-        "config": configs[-1][1] if configs else {},
-        "changes": list(_changes(configs)),
+        "config": dict(dotted(configs[-1][1])) if configs else {},
+        "changes": [f"{name}: {text}" for (_, old), (name, new) in pairwise(configs) for text in differences(old, new)],
     }
 
 
@@ -376,24 +359,13 @@ def _best_and_worst(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _configs(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, dotted key -> value) of the configs of a run, oldest first; see `controller.resume`."""
+    """(file name, values) of the configs of a run, oldest first; see `controller.resume`."""
     found: list[tuple[str, dict[str, Any]]] = []
     for path in (folder / "config.yaml", *sorted(folder.glob("config-??????.yaml"))):
-        try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError):
-            continue
-        if isinstance(values, Mapping):
-            found.append((path.name, dict(dotted(masked(values)))))
+        with contextlib.suppress(OSError, yaml.YAMLError, UnicodeDecodeError):
+            if isinstance(values := yaml.safe_load(path.read_text(encoding="utf-8")), Mapping):
+                found.append((path.name, masked(values)))
     return found
-
-
-def _changes(configs: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """`config-000020.yaml: field: old -> new` of each field that a later start changed."""
-    for (_, old), (name, new) in pairwise(configs):
-        for key in dict.fromkeys((*old, *new)):
-            if old.get(key) != new.get(key) and key != "resume":
-                yield f"{name}: {key}: {old.get(key)} -> {new.get(key)}"
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -122,6 +122,8 @@ class Workload(_Strict):
     """Model calls of a trajectory, of equal lengths."""
     tool_s: Distribution = Distribution()
     """Time between two turns; the replica has the place free meanwhile."""
+    reward_s: Distribution = Distribution()
+    """Time from the last token of a trajectory until its reward and the scores of its teachers are there."""
     without_signal: Annotated[float, Ge(0), Le(1)] = 0.0
     """Share of the groups whose rewards are equal. They have no gradient, so these rollouts are wasted."""
     bytes_per_token: NotNegative = 8.0

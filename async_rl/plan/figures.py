@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from async_rl.metrics.recorder import Recorder
 from async_rl.metrics.registry import StepRecord
 from async_rl.plan.description import Description
-from async_rl.plan.parts import OpenTrajectories, PlannedReplica
+from async_rl.plan.parts import OpenTrajectories, PlannedReplica, Scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,37 +105,28 @@ class Figures(Recorder):
         step.sampled = sum(replica.tokens for replica in self._replicas)
         step.busy = sum(replica.busy_s for replica in self._replicas) / len(self._replicas)
 
-    def seen(
-        self, description: Description, *, num_replicas: int, trajectories: int, groups_of: float, skipped: int
-    ) -> Seen:
-        """The figures.
-
-        Args:
-            description: simulated cluster.
-            num_replicas: replicas of the cluster.
-            trajectories: simulated trajectories of a batch.
-            groups_of: groups of the cluster for each simulated one.
-            skipped: number of batches that are left out, at least one.
-        """
+    def seen(self, description: Description, scale: Scale, *, skipped: int) -> Seen:
+        """The figures of the whole cluster. skipped: number of batches that are left out, at least one."""
         first, *steps = self._steps[skipped - 1 :]
         last, staleness = steps[-1], Counter[int]()
         for step in steps:
             staleness.update(step.staleness)
         seconds, open_s, sampled = last.at - first.at, last.open_s - first.open_s, last.sampled - first.sampled
         trained, ended = staleness.total(), np.concatenate([lengths for step in steps for lengths in step.ended])
-        published = description.rates.model_bytes * num_replicas * len(steps) / description.publish.every
+        trajectories = len(steps) * scale.groups * description.workload.trajectories_per_group
+        published = description.rates.model_bytes * scale.whole * len(steps) / description.publish.every
         return Seen(
             step_s=seconds / len(steps),
-            tokens_per_s=groups_of * trained / seconds,
+            tokens_per_s=scale.groups_of * trained / seconds,
             trainer_idle=sum(step.waited for step in steps) / seconds,
             rollout_idle=1 - (last.busy - first.busy) / seconds,
             staleness_mean=sum(stale * tokens for stale, tokens in staleness.items()) / trained,
             staleness_p99=_quantile(staleness, 0.99),
-            length_bias=trained / (len(steps) * trajectories) / float(ended.mean()),
+            length_bias=trained / trajectories / float(ended.mean()),
             open_share=open_s / seconds,
-            open_tokens_per_s=groups_of * sampled / open_s,
+            open_tokens_per_s=scale.groups_of * sampled / open_s,
             sync_bytes_per_s=published / seconds,
-            rollout_bytes_per_s=groups_of * description.workload.bytes_per_token * sampled / seconds,
+            rollout_bytes_per_s=scale.groups_of * description.workload.bytes_per_token * sampled / seconds,
         )
 
 

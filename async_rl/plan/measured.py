@@ -155,6 +155,9 @@ def _workload(records: Records, requests: RequestModel, lengths: Sequence[int]) 
         tool_s=Distribution(kind="empirical", values=tuple(requests.gaps))
         if requests.gaps and turns > 1
         else Distribution(),
+        reward_s=Distribution(kind="empirical", values=tuple(requests.rewarded))
+        if any(requests.rewarded)
+        else Distribution(),
         without_signal=_mean([line.get("reward/groups_without_signal") or 0.0 for line in records.metrics]),
         bytes_per_token=8 + _mean([line.get("routing/bytes_per_token", 0.0) for line in records.metrics]),
     )
@@ -223,7 +226,8 @@ def _interruptions(records: Records, requests: RequestModel, *, updates: int) ->
     checkpoints = [s.seconds for s in records.of("checkpoint")]
     every = validation.get("every", 0)
     ended = [r for r in records.ledger.values() if r["outcome"] in ("trained", "dropped")]
-    failed = [r for r in ended if r["outcome"] == "dropped" and not _expired(r)]
+    too_old = (DropKind.EXPIRED, DropKind.REQUEUED)
+    failed = [r for r in ended if r["outcome"] == "dropped" and r.get("kind") not in too_old]
     return Interruptions(
         checkpoint_every=max(1, checkpoint.get("every", 0) // updates),
         checkpoint_s=_mean(checkpoints) if checkpoint.get("every", 0) else 0.0,
@@ -232,10 +236,6 @@ def _interruptions(records: Records, requests: RequestModel, *, updates: int) ->
         failed=len(failed) / len(ended) if ended else 0.0,
         slow_replica=max(requests.slow.values(), default=1.0),
     )
-
-
-def _expired(record: Mapping[str, Any]) -> bool:
-    return record.get("kind") in (DropKind.EXPIRED, DropKind.REQUEUED)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -30,13 +30,33 @@ from async_rl.controller.parts import Trainer
 from async_rl.inference.gate import DraftCounts, KVPolicy
 from async_rl.inference.supervisor import Supervisor
 from async_rl.metrics.recorder import Recorder
-from async_rl.plan.description import Interruptions, Rates
+from async_rl.plan.description import Description, Interruptions, Rates
 from async_rl.simulator.standins import ScriptedReplica, ScriptedTrainer
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
 from message_queue.heads import Span, merged_spans
 from message_queue.tokens import TokenOutput, WeightVersion
 
 CLOSE = 1e-6  # tokens or seconds; what is so near to its end has ended
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Simulated part of a cluster."""
+
+    whole: int
+    """Replicas of the cluster."""
+    replicas: int
+    """Simulated replicas."""
+    groups: int
+    """Simulated groups of a batch."""
+    groups_of: float
+    """Groups of the cluster for each simulated one."""
+    requests_of: float
+    """Requests of a replica for each simulated one."""
+
+    def part_of(self, replicas: int) -> int:
+        """Simulated ones of that many replicas of the cluster, at least one."""
+        return max(1, round(replicas * self.replicas / self.whole))
 
 
 @dataclass(slots=True, eq=False)
@@ -276,40 +296,29 @@ class PlannedTrainer(ScriptedTrainer):
     """A trainer with measured rates.
 
     Args:
-        rates: those of the trainer, `switch_s` and `shared_speed`.
-        shared_tokens: tokens of a group that are computed once for all its trajectories.
-        walks: whether tokens are scored with the weights that sampled them.
-        critic: passes of a critic over each token, in units of its training.
         gpus: number of GPUs.
-        groups_of: groups of the cluster for each that it gets.
         replicas: get slower while it trains, if they share its cores.
         opened: trajectories in rollout; they make it slower then.
     """
 
     def __init__(
         self,
-        rates: Rates,
+        description: Description,
+        scale: Scale,
         *,
-        shared_tokens: float,
-        walks: bool,
-        critic: float,
         gpus: int,
-        groups_of: float,
         replicas: Sequence[PlannedReplica],
         opened: OpenTrajectories,
     ) -> None:
-        self._shared_tokens = shared_tokens
-        self._walks = walks
-        self._critic = critic
-        self.export_s = rates.export_s
-        self._rates = rates
-        self._token_s = groups_of / (rates.train_tokens_per_s * gpus)
+        self._workload, self._rates = description.workload, description.rates
+        self.export_s = self._rates.export_s
+        self._token_s = scale.groups_of / (self._rates.train_tokens_per_s * gpus)
         self._replicas = replicas
         self._opened = opened
 
     async def train(self, batch: TrainingBatch) -> dict[str, float]:
-        tokens = self._computed(batch.lengths, batch.index[:, 0]) * (1 + self._critic)
-        for update in batch.sampled_at if self._walks else ():
+        tokens = self._computed(batch.lengths, batch.index[:, 0]) * (1 + self._workload.critic)
+        for update in batch.sampled_at if self._workload.old_policy else ():
             part = batch.of_update(update)
             scored = (part.num_loss_tokens > 0) & ((update < batch.current_update) | (batch.mini_batch > 0))
             tokens += self._computed(part.lengths[scored], batch.index[scored, 0]) / 3
@@ -318,8 +327,9 @@ class PlannedTrainer(ScriptedTrainer):
         return {}
 
     def _computed(self, lengths: Int64Array, groups: Int64Array) -> float:
-        """Tokens of sequences of groups, with the shared tokens of a group counted once."""
-        return float(lengths.sum()) - (len(groups) - len(np.unique(groups))) * self._shared_tokens
+        """Tokens of sequences of groups; the prompt of a group counts once if the trainer shares it."""
+        shared = self._workload.prompt_tokens if self._workload.prefix_sharing else 0.0
+        return float(lengths.sum()) - (len(groups) - len(np.unique(groups))) * shared
 
     async def _train(self, seconds: float) -> None:
         """Train for `seconds` at full speed; slower while a trajectory is open, if both share cores."""

@@ -49,6 +49,7 @@ class RequestModel:
         busy: share of the time, from the first to the last request, while a replica has any; mean over replicas.
         turns: mean of the turns of a trajectory.
         gaps: seconds between its turns, without pauses of the replica: tools, environments and rollout workers.
+        rewarded: seconds from the end of a trajectory's last request until its reward and scores were there.
         stretch: seconds of requests over those of their decode steps; prefills make them longer.
         prefill_tokens_per_s: rate of a replica, from what aborted requests take longer; infinite if they do not.
     """
@@ -73,18 +74,23 @@ class RequestModel:
             self._tokens[_replica(span)] += span.args["tokens"]
         self._held_out = _open([s for s in requests if s.args.get("group") not in groups])
         self._own = [s for s in requests if s.args.get("group") in groups]
-        lengths = [_sampled(spans) for group in self._of_trajectory.values() for spans in group.values()]
+        self._trajectories = [spans for group in self._of_trajectory.values() for spans in group.values()]
+        lengths = [_sampled(spans) for spans in self._trajectories]
         self._usual_tokens = float(np.quantile(lengths, USUAL)) if lengths else 0.0
         self.running, self.busy = _mean_running(self._all)
         self.slow: dict[str, float] = {}
         self.decode_s, self.decode_s_per_request = self._fit(self._first_segments())
         self._find_slow()
         self._correct_by_continued()
-        trajectories = [spans for group in self._of_trajectory.values() for spans in group.values()]
-        self.turns = float(np.mean([_turns(spans) for spans in trajectories])) if trajectories else 1.0
-        self.gaps = [gap for spans in trajectories for gap in self._gaps(spans)]
+        self.turns = float(np.mean([_turns(spans) for spans in self._trajectories])) if self._trajectories else 1.0
+        self.gaps = [gap for spans in self._trajectories for gap in self._gaps(spans)]
+        self.rewarded = [
+            max(0.0, max(ends) - requested[-1].end)
+            for spans in self._trajectories
+            if (requested := _requests(spans)) and (ends := [s.end for s in spans if s.kind in ("reward", "score")])
+        ]
         self.stretch = self._stretch()
-        self.prefill_tokens_per_s = self._prefill(trajectories)
+        self.prefill_tokens_per_s = self._prefill()
 
     def critical(self, group: int) -> Sequence[Span] | None:
         """Requests, tools and rewards of the trajectory of a group that ended last."""
@@ -118,14 +124,11 @@ class RequestModel:
         if running > self.max_running:
             found["slots"] = rest * (1 - of_validation)
             found["validation"] += rest * of_validation
+        elif aborted or (paused and self._recomputes):
+            found["repeat"] = rest
         else:
-            cause = self._reason_of_rest(span, paused=paused, aborted=aborted)
-            found[cause] = found.get(cause, 0.0) + rest
+            found["engines"] += rest
         return found
-
-    def _reason_of_rest(self, span: Span, *, paused: float, aborted: bool) -> str:
-        """Cause of the time that the decode steps of a request do not explain."""
-        return "repeat" if aborted or (paused and self._recomputes) else "engines"
 
     def _expected(self, span: Span, decode_s: float, per_request_s: float) -> float:
         """Seconds of a request by the decode steps alone, on a replica that is not slow."""
@@ -145,14 +148,9 @@ class RequestModel:
 
     def _first_segments(self) -> list[Span]:
         """Requests that no abort and no pause made longer, if there are enough; otherwise all."""
-        found = list[Span]()
-        for group in self._of_trajectory.values():
-            for spans in group.values():
-                aborted = False
-                for span in spans:
-                    if span.kind == "generate":
-                        found += [] if aborted or self._paused(span) or not span.args["tokens"] else [span]
-                        aborted = bool(span.args.get("aborted"))
+        continued = {id(span) for span in self._continued()}
+        sampled = (span for spans in self._trajectories for span in _requests(spans) if span.args["tokens"])
+        found = [span for span in sampled if id(span) not in continued and not self._paused(span)]
         return found if len(found) >= LEAST_REQUESTS else [span for span in self._own if span.args["tokens"]]
 
     def _fit(self, requests: Sequence[Span]) -> tuple[float, float]:
@@ -220,14 +218,11 @@ class RequestModel:
 
     def _continued(self) -> Iterator[Span]:
         """Requests that continue an aborted one."""
-        for group in self._of_trajectory.values():
-            for spans in group.values():
-                requests = [span for span in spans if span.kind == "generate"]
-                yield from (span for before, span in pairwise(requests) if before.args.get("aborted"))
+        for spans in self._trajectories:
+            yield from (span for before, span in pairwise(_requests(spans)) if before.args.get("aborted"))
 
     def _gaps(self, spans: Sequence[Span]) -> Iterator[float]:
-        requests = [span for span in spans if span.kind == "generate"]
-        for before, span in pairwise(requests):
+        for before, span in pairwise(_requests(spans)):
             if not before.args.get("aborted"):
                 yield max(0.0, span.start - before.end - self._pause(_replica(span), before.end, span.start))
 
@@ -255,21 +250,20 @@ class RequestModel:
             levels = self._levels()
             self.slow = {name: max(1.0, levels[name]) for name in self.slow}
 
-    def _prefill(self, trajectories: Sequence[Sequence[Span]]) -> float:
+    def _prefill(self) -> float:
         """Tokens per second at which the sampled tokens of aborted requests would be prefilled once more.
 
         A continuation waits for the prefill of all requests of its replica; the tokens of prompts are not known, so
         they make the rate lower.
         """
         tokens = waited = 0.0
-        for spans in trajectories:
-            sampled, aborted = 0, False
-            for span in spans:
-                if span.kind == "generate":
-                    if aborted:
-                        waited += self.parts(span, aborted=True).get("repeat", 0.0)
-                        tokens += sampled * self._all[_replica(span)].mean(span.start, span.end)
-                    sampled, aborted = sampled + span.args["tokens"], bool(span.args.get("aborted"))
+        for requests in map(_requests, self._trajectories):
+            sampled = 0
+            for before, span in pairwise(requests):
+                sampled += before.args["tokens"]
+                if before.args.get("aborted"):
+                    waited += self.parts(span, aborted=True).get("repeat", 0.0)
+                    tokens += sampled * self._all[_replica(span)].mean(span.start, span.end)
         return tokens / waited if tokens and waited else math.inf
 
     def _levels(self) -> dict[str, float]:
@@ -285,14 +279,18 @@ class RequestModel:
         }
 
 
+def _requests(spans: Sequence[Span]) -> list[Span]:
+    """Requests of a trajectory, in order."""
+    return [span for span in spans if span.kind == "generate"]
+
+
 def _turns(spans: Sequence[Span]) -> int:
     """Requests that do not continue an aborted one."""
-    requests = [span for span in spans if span.kind == "generate"]
-    return len(requests) - sum(bool(span.args.get("aborted")) for span in requests)
+    return sum(not span.args.get("aborted") for span in _requests(spans))
 
 
 def _sampled(spans: Sequence[Span]) -> int:
-    return sum(span.args["tokens"] for span in spans if span.kind == "generate")
+    return sum(span.args["tokens"] for span in _requests(spans))
 
 
 def _replica(span: Span) -> str:
@@ -376,6 +374,8 @@ def fit_decode_step(
         running: requests of the replica over time.
         max_running: requests that a replica decodes at a time; others wait.
     """
+    lasted = running.between(start, end) > 0  # one that ends as it starts tells nothing
+    tokens, spent, start, end = tokens[lasted], spent[lasted], start[lasted], end[lasted]
     waits = np.maximum(1, running.values / max_running)  # seconds per token of a request, over those of a decode step
 
     def improved(a: float, b: float) -> tuple[float, float, float]:

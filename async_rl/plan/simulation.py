@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,8 +35,9 @@ from async_rl.plan.parts import (
     PlannedReplica,
     PlannedTrainer,
     Replicas,
+    Scale,
 )
-from async_rl.plan.worker import GroupLengths, PlannedWorker
+from async_rl.plan.worker import PlannedWorker
 from async_rl.rollout.dispatcher import Dispatcher
 from async_rl.rollout.group_contents import GroupContents
 from async_rl.rollout.prompts import PromptSource
@@ -53,20 +54,6 @@ LEAST_GROUPS = 8  # of a simulated batch
 NO_TIMEOUT_S = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Simulated part of a cluster."""
-
-    replicas: int
-    """Simulated replicas."""
-    groups: int
-    """Simulated groups of a batch."""
-    groups_of: float
-    """Groups of the cluster for each simulated one."""
-    requests_of: float
-    """Requests of a replica for each simulated one."""
-
-
 def scale_of(description: Description, *, replicas: int, thin_to: int | None = None) -> Scale:
     """The part of a cluster with that many replicas that is simulated.
 
@@ -81,7 +68,7 @@ def scale_of(description: Description, *, replicas: int, thin_to: int | None = N
     simulated = max(1, round(groups * part / replicas))
     most = max(LEAST_GROUPS, (thin_to or math.inf) / workload.trajectories_per_group)
     kept = simulated if simulated <= most else round(most)
-    return Scale(part, kept, groups / kept, simulated / kept)
+    return Scale(replicas, part, kept, groups / kept, simulated / kept)
 
 
 def simulate(
@@ -96,128 +83,86 @@ def simulate(
     """
     cluster = description.cluster
     alone = replace(description, rates=description.rates.model_copy(update={"switch_s": 0.0}))
-    run = partial(_Run, alone, serving=cluster.gpus - cluster.train_gpus, training=cluster.train_gpus, seed=seed)
-    return _seen(partial(run, thin_to=thin_to, trace=directory is not None), steps=steps, directory=directory)
+    scale = scale_of(alone, replicas=(cluster.gpus - cluster.train_gpus) // cluster.gpus_per_replica, thin_to=thin_to)
+    return _seen(partial(_run, alone, scale, training=cluster.train_gpus, steps=steps, seed=seed), directory)
 
 
 def simulate_synchronous(description: Description, *, steps: int, seed: int = 0) -> Seen:
     """The same with bound 0, on the GPUs that `cluster.synchronous` names."""
-    bound = replace(description.staleness, max_staleness=0, policy="wait")
+    cluster, bound = description.cluster, replace(description.staleness, max_staleness=0, policy="wait")
     publish = description.publish.model_copy(update={"mode": "at_once", "every": 1})
     alone = replace(description, staleness=bound, publish=publish)
-    if description.cluster.synchronous == "split":
+    if cluster.synchronous == "split":
         return simulate(alone, steps=steps, seed=seed)
-    gpus = description.cluster.gpus
-    return _seen(partial(_Run, alone, serving=gpus, training=gpus, seed=seed), steps=steps)
+    scale = scale_of(alone, replicas=cluster.gpus // cluster.gpus_per_replica)
+    return _seen(partial(_run, alone, scale, training=cluster.gpus, steps=steps, seed=seed))
 
 
-def _seen(make: Callable[..., _Run], *, steps: int, directory: Path | None = None) -> Seen:
+def _seen(run: Callable[..., Coroutine[None, None, Seen]], directory: Path | None = None) -> Seen:
     """Figures of a run whose files are in a directory; None discards them."""
-
-    async def run(to: Path) -> Seen:
-        return await make(to=to).go(steps)
-
     with TemporaryDirectory(prefix="async_rl-plan-") as scratch:
-        return run_in_virtual_time(run(directory or Path(scratch)))
+        return run_in_virtual_time(run(to=directory or Path(scratch), with_trace=directory is not None))
 
 
-class _Run:
-    """One simulated run.
+async def _run(
+    description: Description, scale: Scale, *, training: int, steps: int, seed: int, to: Path, with_trace: bool
+) -> Seen:
+    """Figures of one run.
 
     Args:
-        serving: GPUs of the replicas.
         training: GPUs of the trainer.
+        steps: train steps after those that fill the pipeline.
         seed: for lengths, tools and failures.
-        thin_to: see `scale_of`.
         to: directory for the files of the run.
-        trace: whether its trace is among them.
+        with_trace: whether its trace is among them.
     """
-
-    def __init__(
-        self,
-        description: Description,
-        *,
-        serving: int,
-        training: int,
-        seed: int,
-        to: Path,
-        thin_to: int | None = None,
-        trace: bool = False,
-    ) -> None:
-        self._description = description
-        self._num_replicas = serving // description.cluster.gpus_per_replica
-        self._scale = scale = scale_of(description, replicas=self._num_replicas, thin_to=thin_to)
-        self._replicas = _replicas(description, scale)
-        self._pool = ReplicaPool(self._replicas)
-        opened, clock = OpenTrajectories(), asyncio.get_running_loop().time
-        self._trace = Trace(to / "trace.json" if trace else None, clock=clock)
-        lengths = GroupLengths(description.workload, groups=scale.groups, scale=scale.groups_of, seed=seed)
-        worker = PlannedWorker(self._pool, description, lengths=lengths, seed=seed, opened=opened, clock=clock)
-        self._rollouts = Dispatcher([worker], pool=self._pool, trace=self._trace)
-        self._trainer = PlannedTrainer(
-            description.rates,
-            shared_tokens=description.workload.prompt_tokens if description.workload.prefix_sharing else 0.0,
-            walks=description.workload.old_policy,
-            critic=description.workload.critic,
-            gpus=training,
-            groups_of=scale.groups_of,
-            replicas=self._replicas,
-            opened=opened,
-        )
-        self._figures = Figures(to, replicas=self._replicas, opened=opened, drawn=worker.drawn)
-
-    async def go(self, steps: int) -> Seen:
-        """Simulate `steps` steps after those that fill the pipeline."""
-        description, scale, workload = self._description, self._scale, self._description.workload
-        skipped = description.staleness.max_staleness + 2
-        parts = RunParts(
+    replicas, opened = _replicas(description, scale), OpenTrajectories()
+    pool, trace = (
+        ReplicaPool(replicas),
+        Trace(to / "trace.json" if with_trace else None, clock=asyncio.get_running_loop().time),
+    )
+    worker = PlannedWorker(pool, description, scale, seed=seed, opened=opened)
+    rollouts = Dispatcher([worker], pool=pool, trace=trace)
+    figures = Figures(to, replicas=replicas, opened=opened, drawn=worker.drawn)
+    trainer = PlannedTrainer(description, scale, gpus=training, replicas=replicas, opened=opened)
+    skipped = description.staleness.max_staleness + 2
+    publish = description.publish
+    controller = Controller(
+        _config(description, steps=skipped + steps),
+        RunParts(
             start_queue=cast(Any, None),
             replace_trainer=cast(Any, None),
-            publisher=self._publisher(),
-            replicas=Replicas(self._replicas),
-            rollouts=self._rollouts,
+            publisher=Publisher(
+                pool,
+                on_update=publish.on_update,
+                kv=publish.kv,
+                rollouts=rollouts,
+                max_paused=scale.part_of(publish.max_paused) if publish.mode == "rolling" else None,
+                staged=publish.mode == "staged",
+                timeout_s=NO_TIMEOUT_S,
+                trace=trace,
+            ),
+            replicas=Replicas(replicas),
+            rollouts=rollouts,
             routing=None,
             checkpoints=PlannedCheckpoints(description.interruptions),
-            recorder=self._figures,
-            trace=self._trace,
+            recorder=figures,
+            trace=trace,
             weights_directory=Path(),
             held_out={"": _held_out(description, groups_of=scale.groups_of)},
-        )
-        controller = Controller(
-            _config(description, steps=skipped + steps),
-            parts,
-            prompts=PromptSource(_prompt),
-            queue=cast("QueueClient", LocalQueue(build_policy(description.staleness, batch_groups=scale.groups))),
-            contents=GroupContents(),
-            trainer=cast(Trainer, self._trainer),
-            start=RunState(),
-        )
-        try:
-            await controller.run()
-        finally:
-            self._figures.close()
-        self._trace.write()
-        trajectories = scale.groups * workload.trajectories_per_group
-        return self._figures.seen(
-            description,
-            num_replicas=self._num_replicas,
-            trajectories=trajectories,
-            groups_of=scale.groups_of,
-            skipped=skipped,
-        )
-
-    def _publisher(self) -> Publisher:
-        publish, simulated = self._description.publish, self._scale.replicas / self._num_replicas
-        return Publisher(
-            self._pool,
-            on_update=publish.on_update,
-            kv=publish.kv,
-            rollouts=self._rollouts,
-            max_paused=max(1, round(publish.max_paused * simulated)) if publish.mode == "rolling" else None,
-            staged=publish.mode == "staged",
-            timeout_s=NO_TIMEOUT_S,
-            trace=self._trace,
-        )
+        ),
+        prompts=PromptSource(_prompt),
+        queue=cast("QueueClient", LocalQueue(build_policy(description.staleness, batch_groups=scale.groups))),
+        contents=GroupContents(),
+        trainer=cast(Trainer, trainer),
+        start=RunState(),
+    )
+    try:
+        await controller.run()
+    finally:
+        figures.close()
+    trace.write()
+    return figures.seen(description, scale, skipped=skipped)
 
 
 def _replicas(description: Description, scale: Scale) -> list[PlannedReplica]:

@@ -7,7 +7,7 @@ aborted request is repeated with the tokens that are left, so it may continue at
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
 from async_rl.metrics.validation import ValidationRollout
 from async_rl.plan.description import Description, Workload
-from async_rl.plan.parts import Decode, OpenTrajectories
+from async_rl.plan.parts import Decode, OpenTrajectories, Scale
 from async_rl.rollout.rollouter import DroppedGroup
 from async_rl.rollout.worker import RolledGroup, RolledPrompts, WorkerEvent
 from message_queue.heads import GroupHead, SequenceHead, Span, TrajectoryHead, merged_spans
@@ -39,19 +39,17 @@ HELD_OUT = ValidationRollout(
 class GroupLengths:
     """Lengths of each prompt's trajectories, the same for every admission of the prompt.
 
-    A simulated group stands for `scale` groups of the cluster. Those are drawn and sorted by their longest trajectory,
-    and of each `scale` neighbours one is simulated: of the last ones the longest, so that the longest trajectory of a
-    batch is as long as without the scale. The others are shortened in proportion, so that the mean length is too.
+    A simulated group stands for `scale.groups_of` groups of the cluster. Those are drawn and sorted by their longest
+    trajectory, and of each `groups_of` neighbours one is simulated: of the last ones the longest, so that the longest
+    trajectory of a batch is as long as without that. The others are shortened in proportion, so that the mean length is
+    too.
 
-    Args:
-        groups: simulated groups of a batch.
-        scale: groups that one stands for, at least 1.
     """
 
-    def __init__(self, workload: Workload, *, groups: int, scale: float, seed: int) -> None:
+    def __init__(self, workload: Workload, scale: Scale, *, seed: int) -> None:
         self._workload = workload
-        self._groups = groups
-        self._all = max(groups, round(groups * scale))
+        self._groups = scale.groups
+        self._all = max(scale.groups, round(scale.groups * scale.groups_of))
         self._seed = seed
         self._batch, self._drawn = -1, np.zeros((0, 0), np.int64)
 
@@ -79,10 +77,8 @@ class PlannedWorker(InProcess):
     """See `async_rl.rollout.worker.RolloutWorker`.
 
     Args:
-        lengths: those of each prompt.
-        seed: for tools, failures and held-out lengths.
+        seed: for lengths, tools and failures.
         opened: is told of trajectories that start and end.
-        clock: time in seconds.
 
     Attributes:
         drawn: group -> lengths of its trajectories, unless it failed. The caller removes a group that has ended.
@@ -92,11 +88,10 @@ class PlannedWorker(InProcess):
         self,
         pool: ReplicaPool,
         description: Description,
+        scale: Scale,
         *,
-        lengths: GroupLengths,
         seed: int,
         opened: OpenTrajectories,
-        clock: Callable[[], float],
     ) -> None:
         self.name = "worker-0"
         self.drawn: dict[int, NDArray[np.int64]] = {}
@@ -105,10 +100,10 @@ class PlannedWorker(InProcess):
         self._gate = PauseGate()
         self._workload = description.workload
         self._failed = description.interruptions.failed
-        self._lengths = lengths
+        self._lengths = GroupLengths(description.workload, scale, seed=seed)
         self._draw, self._failures = np.random.default_rng(seed), np.random.default_rng((seed, 1))
         self._opened = opened
-        self._timeline = Timeline("rollout", clock=clock)
+        self._timeline = Timeline("rollout", clock=asyncio.get_running_loop().time)
         self._rolls: dict[int, tuple[asyncio.Task[object], list[list[Span]]]] = {}
         self._given_up: dict[int, Drop] = {}
 
@@ -184,6 +179,9 @@ class PlannedWorker(InProcess):
                         await self._router.generate(cast(GenerateRequest, decode))
                         shown |= {"replica": decode.replica, "tokens": decode.sampled, "aborted": decode.aborted}
                     spans += decode.spans
+            if reward_s := float(workload.reward_s.sample(self._draw, ())):
+                with timed("reward"):
+                    await asyncio.sleep(reward_s)
         total = max(2, int(workload.prompt_tokens) + length)  # the first token of a sequence is never sampled
         sampled = merged_spans(spans)
         ends = np.cumsum([tokens for _, tokens in sampled]).tolist()

@@ -13,9 +13,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
-from agent_loop.loop import Message, Prompt, ToolUse
-from agent_loop.programs.conversation import EndpointError, arguments_text
+from agent_loop.loop import Message, Prompt
+from agent_loop.programs.conversation import EndpointError
 from agent_loop.programs.endpoint.body import Fields
+from agent_loop.programs.endpoint.chat_completions import read_message
 from agent_loop.text import safe_text
 from agent_loop.user_errors import describe_error
 from async_rl.files.jsonl import read_lines
@@ -29,8 +30,6 @@ A row is a text, a `Prompt`, or a mapping with `prompt` (a text) or `messages` (
 keys are the columns that rewards and templates use.
 """
 GIVE = "give a list of rows, a table, a split of a dataset, a path, or a function that yields rows (not its generator)"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field in rows
-NO_TEXT = ("audio", "image", "images", "video", "videos")  # fields of a message
 CHECKED = 100_000  # rows that are checked before the start
 
 
@@ -99,38 +98,9 @@ class PromptFormat:
         if isinstance(columns[name], tuple):
             columns = {**columns, name: list(columns[name])}
         try:
-            return tuple(map(_read_message, Fields(columns).objects(name)))
+            return tuple(read_message(message, strict=False) for message in Fields(columns).objects(name))
         except EndpointError as error:
             raise ValueError(f"row {index}: {error}") from error
-
-
-def _read_message(message: Fields) -> Message:
-    """A message in OpenAI's format. As `datasets` writes it, absent fields are None, and arguments objects."""
-    message.refuse({"function_call": "use tool_calls", **dict.fromkeys(NO_TEXT, "only text is supported")})
-    role = message.required("role", str)
-    calls = tuple(_read_call(call, number=n) for n, call in enumerate(message.objects("tool_calls")))
-    reasoning = next((found for name in REASONING if (found := message.optional(name, str))), None)
-    is_empty = message.body.get("content") is None and (calls or reasoning)
-    return Message(
-        role="system" if role == "developer" else role,
-        content="" if is_empty else message.content("content", separator="" if role == "assistant" else "\n"),
-        reasoning=reasoning,
-        tool_calls=calls,
-        tool_call_id=message.optional("tool_call_id", str),
-        name=message.optional("name", str),
-    )
-
-
-def _read_call(call: Fields, *, number: int) -> ToolUse:
-    function = Fields(call.optional("function", dict) or call.body, call.at)
-    arguments: Any = function.body.get("arguments")
-    if not isinstance(arguments, str | dict):
-        raise function.wrong("arguments", "give an object, or its JSON text")
-    return ToolUse(
-        id=call.optional("id", str) or f"call_{number}",
-        name=function.required("name", str),
-        arguments=arguments if isinstance(arguments, str) else arguments_text(cast(dict[str, Any], arguments)),
-    )
 
 
 def _plain(value: Any) -> Any:

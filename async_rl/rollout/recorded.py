@@ -73,7 +73,6 @@ class RecordedTrajectory(Trajectory):
         existing: initial content, possibly with forks; this object takes it over.
         record: called with the number of tokens before each appended step, the step, and the number of the path.
         flush: returns once all recorded steps are stored.
-        count: called with the number of tokens of each segment.
     """
 
     def __init__(
@@ -82,13 +81,11 @@ class RecordedTrajectory(Trajectory):
         *,
         record: Callable[[int, RolloutStep, int], None],
         flush: Callable[[], Awaitable[None]] | None = None,
-        count: Callable[[int], None] = lambda _tokens: None,
     ) -> None:
         vars(self).update(vars(existing))
         self._record = record
         self._flush = flush
-        self._count = count
-        self._forks = [RecordedTrajectory(f, record=record, flush=flush, count=count) for f in existing._forks]
+        self._forks = [RecordedTrajectory(f, record=record, flush=flush) for f in existing._forks]
         for fork in self._forks:
             fork._root = self
 
@@ -108,7 +105,6 @@ class RecordedTrajectory(Trajectory):
         """See Trajectory."""
         at = len(self)
         super().extend(segment)
-        self._count(len(segment))
         self._record(at, segment, self.path)
 
     def fork(self, *, turns: int) -> Trajectory:

@@ -30,7 +30,7 @@ from async_rl.rollout.recorded import RecordedTrajectory, RolloutLog, RolloutLog
 from async_rl.rollout.teachers import NO_TEACHER, TeacherError, Teachers
 from message_queue.errors import ContractError, EngineError, PromptError, RolloutError, StateLostError
 from message_queue.ledger import Drop, DropKind
-from message_queue.tokens import Int32Array, RoutingSpec, StopReason
+from message_queue.tokens import Int32Array, RoutingSpec, StopReason, TokenOutput
 from message_queue.trajectory import Admission, PromptGroup, ResumeRouting, Trajectory
 
 
@@ -238,11 +238,13 @@ class Rollouter:
         group, handout = roll.admission.group, roll.handout
 
         def record(at: int, what: RolloutStep, path: int) -> None:
+            if isinstance(what, TokenOutput):
+                self.tokens.add(group, len(what))
             found = RolloutRecord(group=group, trajectory=number, handout=handout, at=at, what=what, path=path)
             if self._log is not None:
                 self._log.append(found)
 
-        made = RecordedTrajectory(trajectory, record=record, flush=self.flush, count=partial(self.tokens.add, group))
+        made = RecordedTrajectory(trajectory, record=record, flush=self.flush)
         taught = self._teachers is not None and roll.prompt.teacher != NO_TEACHER
         made.awaits_scores = taught and made.scores is None and made.stop_reason is not StopReason.ERROR
         return made

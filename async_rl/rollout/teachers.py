@@ -146,17 +146,13 @@ class Teachers:
         self._counts += ScoringCounts(most_waiting=self._waiting[name])
         try:
             with timed("score", teacher=name, tokens=trajectory.num_sampled):
-                trained = trajectory.rewards
-                scores: TrajectoryScores = tuple(
-                    await asyncio.gather(
-                        *(
-                            self._scores(name, sequence, session=session)
-                            if trained is None or part.path.agent in trained
-                            else _nothing()
-                            for part, sequence in zip(trajectory.sequence_parts(), trajectory.sequences(), strict=True)
-                        )
-                    )
+                trained, parts = trajectory.rewards, trajectory.sequence_parts()
+                agents = [part.path.agent for part in parts]
+                scoring = (
+                    self._scores(name, sequence, session=session, trained=trained is None or agent in trained)
+                    for agent, sequence in zip(agents, trajectory.sequences(), strict=True)
                 )
+                scores: TrajectoryScores = tuple(await asyncio.gather(*scoring))
         finally:
             self._waiting[name] -= 1
             self._changed.notify_all()
@@ -164,9 +160,11 @@ class Teachers:
         seconds = asyncio.get_running_loop().time() - started
         self._counts += ScoringCounts(trajectories=1, seconds=seconds)
 
-    async def _scores(self, name: str, sequence: TrainingSequence, *, session: str) -> TeacherScores | None:
-        """Scores of the tokens in the loss of a sequence; None if it has none."""
-        if not sequence.runs:
+    async def _scores(
+        self, name: str, sequence: TrainingSequence, *, session: str, trained: bool
+    ) -> TeacherScores | None:
+        """Scores of the tokens in the loss of a sequence; None if it has none or is not trained."""
+        if not (trained and sequence.runs):
             return None
         config, first = self._configs[name], sequence.runs[0].start
         error: Exception | None = None
@@ -196,17 +194,13 @@ class Teachers:
     def _of_student(self, scores: TeacherScores) -> TeacherScores:
         """The scores, without tokens that the student does not have."""
         ids, top = scores.ids, scores.top_logprobs
-        if ids is None or top is None or not (foreign := ids >= self._vocab_size).any():
+        if not (foreign := ids >= self._vocab_size).any():
             return scores
         return TeacherScores(
             logprobs=scores.logprobs,
             ids=np.where(foreign, -1, ids).astype(np.int32),
             top_logprobs=np.where(foreign, -np.inf, top).astype(np.float32),
         )
-
-
-async def _nothing() -> None:
-    """Scores of a sequence that is not trained."""
 
 
 def teacher_of(prompt: Prompt, teachers: Mapping[str, TeacherConfig]) -> str | None:

@@ -18,10 +18,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from agent_loop.boundary import call_function
-from agent_loop.chat import Chat
-from agent_loop.control_tokens import Tokenizer
-from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
-from agent_loop.loop import AgentLoop, Message, Prompt, TurnLimits
+from agent_loop.engine import GenerateRequest
+from agent_loop.loop import AgentLoop, Message, Prompt
 from agent_loop.programs.conversation import (
     ChatAnswer,
     ChatRequest,
@@ -35,14 +33,12 @@ from agent_loop.programs.endpoint.host import Sessions
 from agent_loop.programs.program import external
 from agent_loop.programs.session import AgentSession
 from agent_loop.reward import Completion
-from agent_loop.tool_use import ToolUseLoop
-from agent_loop.tools.tool import PauseGate, ToolRunner, describe_tool
 from async_rl.inference.pool import ReplicaPool
 from async_rl.inference.router import ReplicaRouter
 from async_rl.rollout.task import Task
 from async_rl.simulator.processes import Process, current_process
+from async_rl.simulator.scenario import CANCELS
 from async_rl.simulator.trajectory_checks import AgentCall
-from async_rl.simulator.violations import require
 from message_queue.errors import RolloutError, ToolError
 from message_queue.tokens import TokenOutput
 from message_queue.trajectory import POLICY, Trajectory
@@ -55,6 +51,14 @@ CLIENT_S = 250.0  # a client waits for an answer at most; longer than rollout.li
 END_S = 20.0  # an agent that has made its calls ends its session in less
 NO_END_S = 1e6  # longer than any time-out
 LETTERS = "abcdefgh"
+RAISED: Mapping[str, Callable[[], BaseException]] = {
+    "tool says no": partial(ToolError, "n\udc00"),
+    "tool is broken": partial(RolloutError, "the tool is out of order"),
+    "reward fails": partial(ValueError, "no such answer"),
+    "agent fails": partial(RuntimeError, "the agent is out of order"),
+    **dict.fromkeys(CANCELS, partial(asyncio.CancelledError, "of an inner scope")),
+}
+"""Fault of user code -> its error."""
 
 session_name: ContextVar[str] = ContextVar("session", default="")
 """Session of the rollout whose code runs."""
@@ -69,8 +73,8 @@ class Endpoint:
     process: Process
     """The worker."""
 
-    async def post(self, act: Callable[[Sessions], Any]) -> Any:
-        """The answer of the worker to a request.
+    async def post(self, act: Callable[[Any], Any], *, key: str | None = None) -> Any:
+        """The answer of the worker to a request to its sessions, or to the one with this key.
 
         Raises:
             EndpointError: the request is refused.
@@ -78,7 +82,10 @@ class Endpoint:
         """
 
         async def work() -> Any:
-            answer = act(self.host)
+            asked = self.host if key is None else self.host.session_of(key)
+            if asked is None:
+                raise RequestError("the key is not valid")
+            answer = act(asked)
             return await answer if isinstance(answer, Coroutine) else answer
 
         try:
@@ -130,28 +137,16 @@ class Agent:
             except RequestError:  # the limits of the rollout leave no call
                 if self.chance.random() < 0.3:
                     raise
-        match kind:
-            case "agent fails":
-                raise RuntimeError("the agent is out of order")
-            case "agent lets out a cancel":
-                raise asyncio.CancelledError("of an inner scope")
-            case "agent never ends":
-                await asyncio.sleep(NO_END_S)
-            case _:
-                pass
+        if kind in RAISED:
+            raise RAISED[kind]()
+        if kind == "agent never ends":
+            await asyncio.sleep(NO_END_S)
         await self._leave()
         return await self._reward()
 
     async def post(self, act: Callable[[AgentSession], Any]) -> Any:
-        """Make a request with the key of the session."""
-
-        def with_key(host: Sessions) -> Any:
-            session = host.session_of(self.key)
-            if session is None:
-                raise RequestError("the key is not valid")
-            return act(session)
-
-        return await self.endpoint.post(with_key)
+        """Make a request to the session."""
+        return await self.endpoint.post(act, key=self.key)
 
     async def _converse(self) -> None:
         acts = (self._go_on, self._go_on, self._edit, self._compact, self._ask_sub_agent, self._ask_twice)
@@ -180,7 +175,7 @@ class Agent:
         conversation = rollout.conversation(request.messages)
         rollout.num_calls += not request.is_retry
         answer = await self.post(lambda session: session.answer(request))
-        rollout.answered(conversation, answer)
+        rollout.calls.append(AgentCall(conversation, answer.message, answer.token_ids))
         return answer
 
     # ---- acts
@@ -188,8 +183,7 @@ class Agent:
     async def _go_on(self, last: ChatAnswer) -> ChatAnswer:
         answer = await self._ask(self._request())
         held = last.finish == "length" or answer.cached_tokens == last.prompt_tokens + last.completion_tokens
-        text = "{} does not continue its last answer"
-        self.world.judge(require, "provenance", held, text, self.session)
+        self.world.require("provenance", held, "{} does not continue its last answer", self.session)
         return answer
 
     async def _edit(self, last: ChatAnswer) -> ChatAnswer:
@@ -224,8 +218,8 @@ class Agent:
 
     async def _same(self, request: ChatRequest) -> ChatAnswer:
         first, again = await self._ask(request), await self._ask(replace(request, is_retry=True))
-        text = "{}: a retry is answered with {}, the call with {}"
-        self.world.judge(require, "exactly once", first == again, text, self.session, again.token_ids, first.token_ids)
+        text, tokens = "{}: a retry is answered with {}, the call with {}", (again.token_ids, first.token_ids)
+        self.world.require("exactly once", first == again, text, self.session, *tokens)
         return again
 
     async def _give_up(self, last: ChatAnswer) -> ChatAnswer:
@@ -263,8 +257,7 @@ class Agent:
                 await self.post(lambda session: session.answer(request))
             except (EndpointError, ConnectionError):
                 return
-            text = "{}: a call after the end is answered"
-            self.world.judge(require, "exactly once", late_s < END_S, text, self.session)
+            self.world.require("exactly once", late_s < END_S, "{}: a call after the end is answered", self.session)
 
         for _ in range(self.chance.randint(1, 2)):
             self.world.oracle.session(self.session).num_calls += 1
@@ -275,13 +268,13 @@ class Agent:
         value = float(self.chance.randint(1, 3))
         match self.chance.choice(("returned", "reported", "reported by name", "of the task")):
             case "returned":
-                self.world.oracle.rewarded(self.session, value)
+                self.world.oracle.session(self.session).reward = value
                 return value
             case "of the task":
                 return None
             case how:
                 report = value if how == "reported" else {POLICY: value}
-                self.world.oracle.rewarded(self.session, value)
+                self.world.oracle.session(self.session).reward = value
                 await self.post(lambda session: session.reward(report))
                 return None
 
@@ -333,7 +326,7 @@ def _agent(world: World, session: str, endpoint: Endpoint, key: str, prompt: Pro
 
 
 class SimulatedTask(Task):
-    """See `async_rl.rollout.task.Task`, for the methods that a run uses.
+    """Prompts that are numbers, and a tool, or agents in its place.
 
     Args:
         options: {"world": the world}.
@@ -341,9 +334,10 @@ class SimulatedTask(Task):
 
     def __init__(self, options: Mapping[str, Any], *, seed: int) -> None:
         self._world: World = options["world"]
-        self.reward = self._parity = ParityReward(self._world)
-        if (agent := self._world.scenario.agent) is not None:
-            self.program = partial(program, self._world) if agent == "program" else external
+        agent = {None: None, "program": partial(program, self._world), "external": external}[self._world.scenario.agent]
+        tools = [LookupTool(self._world)] if agent is None else []
+        reward = {"parity": partial(parity, self._world)}
+        super().__init__(prompts=[], rewards=reward, tools=tools, agent=agent, end_of_turn="<end>")
 
     def train_prompt(self, index: int) -> Prompt:
         return Prompt(index=index, messages=(Message(role="user", content=f"{index:03d}"),))
@@ -351,22 +345,8 @@ class SimulatedTask(Task):
     def validation_prompts(self, count: int) -> list[Prompt]:
         return [self.train_prompt(900 + i) for i in range(count)]
 
-    def chat(self, tokenizer: Tokenizer) -> Chat:
-        return Chat(tokenizer, end_of_turn="<end>")
-
-    def build_loop(
-        self, *, engine: Engine, tokenizer: Tokenizer, sampling: SamplingConfig, limits: TurnLimits, gate: PauseGate
-    ) -> AgentLoop:
-        tool = LookupTool(self._world)
-        loop = ToolUseLoop(
-            engine=engine,
-            chat=Chat(tokenizer, end_of_turn="<end>", tools=[describe_tool(tool)]),
-            tools=ToolRunner([tool], timeout_s=limits.tool_timeout_s, gate=gate),
-            reward=self._parity,
-            limits=limits,
-            sampling=sampling,
-        )
-        return WatchedLoop(loop, self._world)
+    def build_loop(self, **parts: Any) -> AgentLoop:
+        return WatchedLoop(super().build_loop(**parts), self._world)
 
 
 class LookupTool:
@@ -385,36 +365,20 @@ class LookupTool:
         return "yes"
 
 
-class ParityReward:
-    """1 where the number of letters is odd."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    async def score(self, prompt: Prompt, *, completion: Completion) -> float:
-        await _work(self._world, "reward")
-        value = float(sum(map(len, completion.turns)) % 2)
-        self._world.oracle.rewarded(session_name.get(), value)
-        return value
+async def parity(world: World, /, completion: Completion) -> float:
+    """Reward: 1 where the number of letters is odd."""
+    await _work(world, "reward")
+    value = float(sum(map(len, completion.turns)) % 2)
+    world.oracle.session(session_name.get()).reward = value
+    return value
 
 
 async def _work(world: World, point: str) -> None:
     """Take the time of a tool or a reward, and fail if it is to fail."""
     kind, seconds = world.fault(point)
-    match kind:
-        case "tool says no":
-            raise ToolError("n\udc00")
-        case "tool is broken":
-            raise RolloutError("the tool is out of order")
-        case "reward fails":
-            raise ValueError("no such answer")
-        case "no end of a tool" | "no end of a reward":
-            seconds = NO_END_S
-        case "tool lets out a cancel" | "reward lets out a cancel":
-            raise asyncio.CancelledError("of an inner scope")
-        case _:
-            pass
-    seconds += world.scenario.tool_s
+    if kind in RAISED:
+        raise RAISED[kind]()
+    seconds = NO_END_S if kind.startswith("no end") else seconds + world.scenario.tool_s
     await (call_function(world.block, {"seconds": seconds}) if world.scenario.blocks else asyncio.sleep(seconds))
 
 
@@ -431,8 +395,8 @@ async def external_agent(world: World, number: int) -> None:
             continue
         endpoint = chance.choice(live)
         try:
-            opened = await endpoint.post(lambda host: host.open())
-            agent = _agent(world, opened.id, endpoint, opened.api_key, opened.prompt)
+            name, key, prompt = await endpoint.post(lambda host: host.open())
+            agent = _agent(world, name, endpoint, key, prompt)
             with contextlib.suppress(RequestError):  # the limits of the rollout leave no call
                 reward = await agent.run()
                 if reward is not None:

@@ -194,15 +194,17 @@ class SimulatedReplica(ScriptedReplica):
         """The answer as it arrives: spoiled if that is its turn."""
         kind, count = self._world.fault(f"answer/{self.name}")
         sent, good, missing = segments, segments, range(0)
+        first, last = segments[0].routed_experts, segments[-1].routed_experts
         # the others ask for rows that they already hold
         append = self._world.scenario.config.rollout.resume_routing in ("append", "force")
         match kind if len(segments[-1]) else "":
-            case "unavailable rows" if append:
-                sent, missing = _without_rows(segments, int(count))
-            case "a row too few":
-                rows = segments[-1].routed_experts
-                assert rows is not None
-                fewer = replace(rows, experts=rows.experts[:-1])
+            case "unavailable rows" if append and first is not None:
+                lacking = min(int(count), len(first.experts))
+                missing = range(first.first_position, first.first_position + lacking)
+                less = replace(first, first_position=missing.stop, experts=first.experts[lacking:], unavailable=lacking)
+                sent = [replace(segments[0], routed_experts=less), *segments[1:]]
+            case "a row too few" if last is not None:
+                fewer = replace(last, experts=last.experts[:-1])
                 sent, good = [*segments[:-1], replace(segments[-1], routed_experts=fewer)], segments[:-1]
             case "a refused answer":
                 raise AnswerError(f"{self.name}: request {request.request_id}: the answer breaks the contract")
@@ -211,7 +213,7 @@ class SimulatedReplica(ScriptedReplica):
         answer = Answered(request=request, segments=tuple(filter(len, good)), unavailable=missing)
         note = request.request_id, len(request.token_ids), sum(map(len, answer.segments))
         self._world.note(request.session, "answered", *note)
-        self._world.oracle.answered(answer)
+        self._world.oracle.session(request.session).answers.append(answer)
         return sent
 
 
@@ -224,17 +226,6 @@ async def _whole_wait(changed: asyncio.Event, seconds: float | None) -> bool:
     except TimeoutError:
         return True
     return False
-
-
-def _without_rows(segments: list[TokenOutput], count: int) -> tuple[list[TokenOutput], range]:
-    """The answer without up to `count` of its first rows, and their positions."""
-    first, *rest = segments
-    rows = first.routed_experts
-    assert rows is not None
-    count = min(count, len(rows.experts))
-    start = rows.first_position + count
-    less = RoutedExperts(first_position=start, experts=rows.experts[count:], unavailable=count)
-    return [replace(first, routed_experts=less), *rest], range(rows.first_position, start)
 
 
 class SimulatedTrainer(ScriptedTrainer):

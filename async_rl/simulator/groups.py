@@ -16,10 +16,10 @@ from async_rl.rollout.content.format import CallStarted, Forked, RolloutRecord, 
 from async_rl.rollout.group_contents import StoredContent
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulator.violations import require
-from message_queue.contract import QueueSnapshot
 from message_queue.events import Admitted, Dropped, Event, Trained
 from message_queue.ledger import DropKind
 from message_queue.recovery import Restored
+from message_queue.state import QueueSnapshot
 from message_queue.trajectory import Admission, Trajectory
 
 if TYPE_CHECKING:
@@ -45,13 +45,8 @@ class Reopened:
     """The queue now."""
     attempts: int
     """To open the journal, this one included, since one succeeded."""
-    updates_per_batch: int
-    """Optimizer steps of each batch that is repeated."""
-
-    @property
-    def end(self) -> int:
-        """Optimizer updates once all that was trained is repeated."""
-        return self.state.train_step + self.restored.replay * self.updates_per_batch
+    end: int
+    """Optimizer updates once all that was trained is repeated."""
 
     @property
     def live(self) -> dict[int, Admission]:
@@ -76,7 +71,7 @@ class GroupAccount:
         self._ends: dict[int, End] = {}  # an end that was applied and not written is taken back by a restart
         self._batches: dict[int, tuple[int, ...]] = {}  # last train step -> groups, as the trainer got them
         self._tokens: dict[int, int] = {}  # with gradient, by the same step
-        self._replayed: set[int] = set()  # steps of `_batches` that are repeated
+        self.replayed: set[int] = set()  # steps of `_batches` that a restart repeats as they were
         self._answered: dict[int, Literal["admitted", "ready", "dropped"]] = {}
         self._answered_step = self._answered_version = 0
         self._stored: dict[int, dict[tuple[int, int], _Length]] = {}  # group -> (trajectory, path) -> length
@@ -159,10 +154,8 @@ class GroupAccount:
         """Records of the content are written."""
         for record in records:
             what, stored = record.what, self._stored.setdefault(record.group, {})
-            length = record.at + (
-                0 if isinstance(what, TrajectoryClosed | CallStarted | Forked | Scored) else len(what)
-            )
-            stored[record.trajectory, record.path] = length, isinstance(what, TrajectoryClosed | Scored)
+            tokens = 0 if isinstance(what, TrajectoryClosed | CallStarted | Forked | Scored) else len(what)
+            stored[record.trajectory, record.path] = record.at + tokens, isinstance(what, TrajectoryClosed | Scored)
 
     def rollout_starts(self, session: str) -> None:
         """A rollout of an agent starts, or starts over: its earlier records are not read any more."""
@@ -172,17 +165,13 @@ class GroupAccount:
 
     def trained(self, groups: tuple[int, ...], *, train_step: int, tokens: int) -> None:
         """The trainer takes the gradient of a batch that ends with `train_step`; `tokens` take part."""
-        if train_step in self._replayed:
+        if train_step in self.replayed:
             known = self._batches[train_step]
             require("exactly once", groups == known, "step {} takes {}, not {}", train_step, groups, known)
         before = {group for step, batch in self._batches.items() if step != train_step for group in batch}
         twice = sorted(before.intersection(groups))
         require("exactly once", not twice, "groups {} are trained again at step {}", twice, train_step)
         self._batches[train_step], self._tokens[train_step] = groups, tokens
-
-    def is_replayed(self, train_step: int) -> bool:
-        """Whether a restart repeats a step as it was."""
-        return train_step in self._replayed
 
     # ---- accounts
 
@@ -261,19 +250,16 @@ class GroupAccount:
         self._batches = {last: batch for last, batch in self._batches.items() if last <= found.end}
         left = [self.admissions[group].prompt for group in (*self._settled(step), *live)]
         self._check_prompts([*left, *restored.waiting], cursor=restored.prompt_cursor)
-        self._replayed = {last for last in self._batches if last > step}
+        self.replayed = {last for last in self._batches if last > step}
         self._requeued, self._returned = deque(), deque(sorted(restored.waiting))
         self._next_prompt = restored.prompt_cursor
         self._answered = {group: "admitted" if group in open_groups else "ready" for group in live}
         self._answered_step, self._answered_version = found.end, restored.version
-        self._stored = {
-            group: {(number, path): have for number, t in enumerate(existing) for path, have in _lengths(t).items()}
-            for group, existing in open_groups.items()
-        }
+        self._stored = {group: _lengths(existing) for group, existing in open_groups.items()}
 
     def check_stored(self, group: int, existing: Sequence[Trajectory], *, notes: Sequence[str]) -> None:
         """Everything of a group that was stored is there; if it was damaged, one of the notes says so."""
-        have_of = {(number, path): have for number, t in enumerate(existing) for path, have in _lengths(t).items()}
+        have_of = _lengths(existing)
         noted = group in self._damaged and any(f"group {group}:" in note for note in notes)
         for (number, path), stored in self._stored.get(group, {}).items():
             have = have_of.get((number, path), (0, False))
@@ -326,6 +312,6 @@ class GroupAccount:
         require("failure", noted, "groups {} are dropped without a note", sorted(restored.given_up))
 
 
-def _lengths(trajectory: Trajectory) -> dict[int, _Length]:
-    """By path."""
-    return {path.path: (len(path), trajectory.closed) for path in trajectory.paths}
+def _lengths(trajectories: Sequence[Trajectory]) -> dict[tuple[int, int], _Length]:
+    """By (trajectory, path)."""
+    return {(number, path.path): (len(path), t.closed) for number, t in enumerate(trajectories) for path in t.paths}

@@ -24,12 +24,6 @@ ROUTING = RoutingSpec(layers=(1, 2, 4), num_experts=16, top_k=2)
 _PIECES = re.compile("|".join([*SPECIAL, "."]), re.DOTALL)
 
 
-@lru_cache(maxsize=64)
-def weights(digest: str) -> Weights:
-    """The weights of a digest."""
-    return Weights(digest)
-
-
 class Weights:
     """What a hexadecimal digest stands for."""
 
@@ -66,6 +60,9 @@ class Weights:
             made.append([first, (first + step) % ROUTING.num_experts])
         self._rows[context] = made
         return made
+
+
+weights = lru_cache(maxsize=64)(Weights)
 
 
 def after(context: int, token: int) -> int:

@@ -18,15 +18,15 @@ from async_rl.controller.checkpoints import RunState
 from async_rl.rollout.group_contents import StoredContent
 from async_rl.rollout.rollouter import session_name
 from async_rl.simulator import model
-from async_rl.simulator.engine import INITIAL, Answered
+from async_rl.simulator.engine import INITIAL
 from async_rl.simulator.groups import GroupAccount, Reopened
 from async_rl.simulator.trajectory_checks import Rollout, TrajectoryJudge
 from async_rl.simulator.violations import require
 from async_rl.trainer.batch.training_batch import TrainingBatch
-from message_queue.contract import Batch, QueueSnapshot
 from message_queue.events import Admitted, Event, Loaded, Published
 from message_queue.heads import GroupHead
 from message_queue.recovery import Restored
+from message_queue.state import QueueSnapshot
 from message_queue.tokens import TokenOutput, WeightVersion
 from message_queue.trajectory import Admission
 
@@ -68,7 +68,7 @@ class Oracle:
         self._served = self._published = 0
         self._loaded: dict[str, int] = {}  # replica -> version
         self._loading: set[str] = set()
-        self._taken: list[GroupHead] = []
+        self.taken: list[GroupHead] = []  # the newest batch
         self._rollouts: dict[str, Rollout] = {}  # by session
         self._state = RunState()  # of the checkpoint that the journal is opened with
         self._attempts = 0  # to open it, since one succeeded
@@ -100,7 +100,7 @@ class Oracle:
             stored=stored,
             snapshot=snapshot,
             attempts=self._attempts,
-            updates_per_batch=self._config.trainer.updates_per_batch,
+            end=self._state.train_step + restored.replay * self._config.trainer.updates_per_batch,
         )
         self._attempts = 0
         self.groups.reopened(found, updates=self._updates)
@@ -154,7 +154,7 @@ class Oracle:
     def trained_to(self, train_step: int, digest: str) -> None:
         """The trainer made a step."""
         known = self._steps.get(train_step, digest)
-        same = digest == known or not self.groups.is_replayed(train_step)
+        same = digest == known or train_step not in self.groups.replayed
         require("exactly once", same, "step {} again gives {}, not {}", train_step, digest, known)
         self._steps[train_step] = digest
 
@@ -191,10 +191,6 @@ class Oracle:
             known = any(row == weights.row(context) for weights in every)
             require("rows", known, "{} forces a row that no version gave: {}", request.request_id, row)
 
-    def answered(self, answer: Answered) -> None:
-        """An engine answered."""
-        self.session(answer.request.session).answers.append(answer)
-
     def loop_starts(self, session: str) -> None:
         """A worker starts a rollout, or continues it with what was stored."""
         for name, rollout in self._rollouts.items():
@@ -209,17 +205,11 @@ class Oracle:
 
     def received(self, request: GenerateRequest, answer: Sequence[TokenOutput]) -> None:
         """A worker received an answer; it may refuse one that is not good."""
-        sampled, rollout = (
-            [token for part in answer for token in part.token_ids.tolist()],
-            self.session(request.session),
-        )
+        sampled = [token for part in answer for token in part.token_ids.tolist()]
+        rollout = self.session(request.session)
         sent = [one for one in rollout.answers if one.request.request_id == request.request_id]
         if sampled and sent and sum(map(len, sent[-1].segments)) == len(sampled):
             rollout.received = [*request.token_ids.tolist(), *sampled]
-
-    def tool_called(self, session: str) -> None:
-        """A tool started."""
-        self.session(session).tool_calls += 1
 
     def rollout_starts(self, session: str) -> None:
         """A rollout starts, or starts over, without a token."""
@@ -228,10 +218,6 @@ class Oracle:
         self._rollouts = {name: rollout for name, rollout in self._rollouts.items() if _root(name) != session} | {
             session: Rollout(session, kept=rollout.kept, interrupted=rollout.interrupted)
         }
-
-    def rewarded(self, session: str, value: float) -> None:
-        """Task or agent gave a reward."""
-        self.session(session).reward = value
 
     def session(self, name: str) -> Rollout:
         """What was done for the requests of a session."""
@@ -261,13 +247,9 @@ class Oracle:
 
     # ---- trained batches
 
-    def taken(self, batch: Batch) -> None:
-        """The queue handed out a batch."""
-        self._taken = batch.groups
-
     def check_batch(self, batch: TrainingBatch, *, train_step: int) -> None:
         """The trainer is to take the gradient of `batch` with weights that hold `train_step` updates."""
-        groups, per_batch = self._taken, self._config.trainer.updates_per_batch
+        groups, per_batch = self.taken, self._config.trainer.updates_per_batch
         last, whole = train_step + per_batch, len(groups) == self._config.rollout.groups_per_batch
         require("exactly once", whole, "a batch of {} groups", len(groups))
         for group in groups:
@@ -277,8 +259,8 @@ class Oracle:
         split, rollouts = self._check_split(batch), list[_Rewarded]()
         judges = [
             TrajectoryJudge(
-                self._config,
-                batch,
+                config=self._config,
+                batch=batch,
                 weights={v: model.weights(d) for v, d in self._digests.items()},
                 updates=self._updates,
                 update=train_step + mini_batch,
@@ -311,7 +293,7 @@ class Oracle:
 
     def _check_split(self, batch: TrainingBatch) -> dict[int, int]:
         """The mini-batch of each group: whole groups, as many in each."""
-        groups = [self._taken[group].group for group in batch.index[:, 0].tolist()]
+        groups = [self.taken[group].group for group in batch.index[:, 0].tolist()]
         pairs = set(zip(groups, batch.mini_batch.tolist(), strict=True))
         split = dict(pairs)
         require("exactly once", len(pairs) == len(split), "groups are in several mini-batches: {}", sorted(pairs))

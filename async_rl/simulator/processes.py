@@ -29,9 +29,8 @@ LEAST_S = 1e-6  # between two calls that a process takes
 _process: ContextVar[Process | None] = ContextVar("process", default=None)
 
 
-def current_process() -> Process | None:
-    """The process whose code runs now; None for the driver."""
-    return _process.get()
+current_process = _process.get
+"""Returns the process whose code runs now; None for the driver."""
 
 
 def adopt(task: NumberedTask) -> None:
@@ -39,7 +38,7 @@ def adopt(task: NumberedTask) -> None:
     process = _process.get()
     if process is not None:
         process.tasks[task] = None
-        task.add_done_callback(process.task_ended)
+        task.add_done_callback(lambda ended: process.tasks.pop(ended, None))  # type: ignore[arg-type]
 
 
 class Process:
@@ -74,31 +73,22 @@ class Process:
             raise AttributeError(name)
         return SimpleNamespace(remote=partial(self._remote, name))
 
-    def task_ended(self, task: asyncio.Task[Any]) -> None:
-        """A task of this process has ended."""
-        self.tasks.pop(task, None)  # type: ignore[arg-type]
-
     def die(self, cause: str) -> None:
         """End the process: its tasks stop where they are, and whoever waits for it hears that it is dead."""
         if self.dead:
             return
-        self.dead = True
         self._world.note(self.process_name, "dies", cause)
         for task in list(self.tasks):
             task.cancel()
         for reply in list(self._replies):
             self._answer(reply, error=RayActorError())
-        self._close_files()
+        self.cut_off()
 
     def cut_off(self) -> None:
         """The driver is dead, and takes this process with it."""
-        if not self.dead:
-            self.dead = True
-            self._close_files()
-
-    def _close_files(self) -> None:
-        for file in self.files:
+        for file in [] if self.dead else self.files:
             asyncio.get_running_loop().call_later(self._linger_s, file.release)
+        self.dead = True
 
     # ---- a call
 

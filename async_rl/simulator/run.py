@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,17 +31,6 @@ if TYPE_CHECKING:
     from async_rl.simulator.world import World
 
 CALL_S, STOP_S, START_S, LINGER_S = 30.0, 20.0, 2.0, 2.0
-
-
-class _Queue(QueueClient):
-    """The driver's side of the queue. process: of the queue."""
-
-    def __init__(self, process: Process, *, timeout_s: float) -> None:
-        super().__init__(process, timeout_s=timeout_s)
-        self._process = process
-
-    def kill(self) -> None:
-        self._process.die("killed by the driver")
 
 
 class WatchedDispatcher(Dispatcher):
@@ -128,9 +118,11 @@ class Run:
 
     # ---- parts that may be lost; see `async_rl.controller.processes.Processes`
 
-    async def start_queue(self) -> _Queue:
-        host = QueueHost(self._config)
-        return _Queue(self._process("queue", host), timeout_s=self._config.queue.timeout_s)
+    async def start_queue(self) -> QueueClient:
+        process = self._process("queue", QueueHost(self._config))
+        client = QueueClient(process, timeout_s=self._config.queue.timeout_s)
+        client.kill = partial(process.die, "killed by the driver")
+        return client
 
     async def replace_trainer(self, lost: SimulatedTrainer) -> SimulatedTrainer:
         await asyncio.sleep(START_S)

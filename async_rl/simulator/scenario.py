@@ -316,11 +316,13 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int,
     """
     storm = draw.random() < 0.1
     names = list(STORM) if storm else OF_ALL
-    weights, count = [KINDS[name].weight for name in names], 5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))
-    drawn = [
-        _draw_fault(draw, number, draw.choices(names, weights)[0], replicas=replicas, workers=workers)
-        for number in range(count)
-    ]
+    weights, drawn = [KINDS[name].weight for name in names], list[Fault]()
+
+    def add(chance: random.Random, name: str) -> None:
+        drawn.append(_draw_fault(chance, len(drawn), name, replicas=replicas, workers=workers))
+
+    for _ in range(5 if storm else draw.choice((0, 1, 1, 2, 3, 4, 6, 8))):
+        add(draw, draw.choices(names, weights)[0])
     aimed = random.Random(f"damage {seed}")
     if aimed.random() < 1 / 16:
         call = CALL.format(method=aimed.choice(AFTER_PUBLISH))
@@ -329,15 +331,12 @@ def _draw_faults(draw: random.Random, seed: int, *, replicas: int, workers: int,
     successors = random.Random(f"successors {seed}")
     if any(KINDS[fault.kind].costs == "replica" for fault in drawn) and successors.random() < 1 / 2:
         for _ in range(successors.randint(1, 3)):
-            drawn.append(_draw_fault(successors, len(drawn), "successor dies", replicas=replicas, workers=workers))
-    of_agents = random.Random(f"faults of agents {seed}")
-    if agents and of_agents.random() < 0.5:
-        name = of_agents.choice(OF_AGENTS)
-        drawn.append(_draw_fault(of_agents, len(drawn), name, replicas=replicas, workers=workers))
-    cancels = random.Random(f"cancels of user code {seed}")
-    if cancels.random() < 0.3:
-        name = cancels.choice(CANCELS)
-        drawn.append(_draw_fault(cancels, len(drawn), name, replicas=replicas, workers=workers))
+            add(successors, "successor dies")
+    apart = (("faults of agents", OF_AGENTS, 0.5 if agents else 0.0), ("cancels of user code", CANCELS, 0.3))
+    for label, kinds, share in apart:
+        chance = random.Random(f"{label} {seed}")
+        if chance.random() < share:
+            add(chance, chance.choice(kinds))
     return tuple(drawn)
 
 

@@ -58,33 +58,28 @@ class ScriptedReplica(InProcess):
         return RequestGate(self.name)  # of the event loop that runs at the first call
 
     async def pause(self) -> None:
-        await self._answering()
         self._gate.pause()
 
     async def abort(self) -> int:
-        await self._answering()
         requests = self._gate.request_abort()
         self._on_abort()
         await until_finished(requests)
         return len(requests)
 
     async def drain(self) -> None:
-        await self._answering()
         await self._gate.drain()
 
     async def freeze(self) -> int:
-        await self._answering()
         frozen = self._gate.freeze()
         self._on_freeze()
         return frozen
 
     async def resume(self) -> None:
-        await self._answering()
         self._gate.resume()
         self._on_resume()
 
     async def fetch(self, update: WeightUpdate, seat: Seat | None = None) -> None:
-        await self._answering()
+        self._gate.check_alive()
         if self.transfer_s:
             await asyncio.sleep(self.transfer_s)
 
@@ -92,13 +87,12 @@ class ScriptedReplica(InProcess):
         raise EngineError(f"{self.name} serves no versions")
 
     async def stage(self, update: WeightUpdate) -> None:
-        await self._answering()
+        self._gate.check_alive()
         await asyncio.sleep(self.load_s)
-        await self._answering()
+        self._gate.check_alive()
         self._staged = update.weights
 
     async def load(self, update: WeightUpdate, *, kv: KVPolicy = "recompute") -> WeightVersion:
-        await self._answering()
         self._gate.require_quiet("load")
         self._gate.weights_unverified = f"version {update.weights.version} was not loaded whole"
         staged, self._staged = self._staged == update.weights, None
@@ -114,14 +108,10 @@ class ScriptedReplica(InProcess):
         return self.weights.digest
 
     async def stats(self) -> ReplicaStats:
-        await self._answering()
+        self._gate.check_alive()
         return self._gate.stats()
 
     # ---- for subclasses
-
-    async def _answering(self) -> None:
-        """Return if the call that waits here is answered."""
-        self._gate.check_alive()
 
     def _on_abort(self) -> None:
         """The requests in flight are to end with the tokens that they have."""

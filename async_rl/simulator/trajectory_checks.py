@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from agent_loop.loop import Message
-from agent_loop.programs.conversation import ChatAnswer
 from async_rl.config import RunConfig
 from async_rl.simulator import model
 from async_rl.simulator.engine import Answered
@@ -68,10 +67,6 @@ class Rollout:
     """Of its agent, retries left out."""
     written: set[str] = field(default_factory=set[str])
     """Texts of the assistant that its agent wrote; each may be that of an answer too."""
-
-    def answered(self, conversation: tuple[Alternatives, ...], answer: ChatAnswer) -> None:
-        """The agent has an answer."""
-        self.calls.append(AgentCall(conversation, answer.message, answer.token_ids))
 
     def conversation(self, messages: Sequence[Message]) -> tuple[Alternatives, ...]:
         """What the engine has to be sent for a conversation: answers as they were sampled."""
@@ -134,32 +129,22 @@ class _Path:
         return [list(run) for is_own, run in grouped if is_own]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrajectoryJudge:
-    """Judges trajectories of one mini-batch.
+    """Judges trajectories of one mini-batch."""
 
-    Args:
-        weights: by version.
-        updates: that each version holds.
-        update: that the weights hold whose gradient is taken.
-        oldest: that weights hold whose tokens are within the bound in the whole batch.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        batch: TrainingBatch,
-        *,
-        weights: Mapping[int, model.Weights],
-        updates: Mapping[int, int],
-        update: int,
-        oldest: int,
-    ) -> None:
-        self._config = config
-        self._batch = batch
-        self._weights = weights
-        self._updates = updates
-        self._update = update
-        self._oldest = oldest
+    config: RunConfig
+    """Settings of the run."""
+    batch: TrainingBatch
+    """All mini-batches."""
+    weights: Mapping[int, model.Weights]
+    """By version."""
+    updates: Mapping[int, int]
+    """That each version holds."""
+    update: int
+    """That the weights hold whose gradient is taken."""
+    oldest: int
+    """That weights hold whose tokens are within the bound in the whole batch."""
 
     def check(
         self,
@@ -190,14 +175,14 @@ class TrajectoryJudge:
             self._check_calls(paths.values(), root)
         else:
             self._check_tools(paths[0], prompt)
-        rows = (self._batch.trajectory == number).nonzero()[0].tolist()
-        advantages = set(self._batch.advantages[rows].tolist())
+        rows = (self.batch.trajectory == number).nonzero()[0].tolist()
+        advantages = set(self.batch.advantages[rows].tolist())
         require("reward", len(advantages) == 1, "{} has the advantages {}", root.session, advantages)
         missing = {p for path in paths.values() for answer in path.rollout.answers for p in answer.unavailable}
         for at in rows:
-            path = paths[self._batch.sequence(at).path]
+            path = paths[self.batch.sequence(at).path]
             in_loss = self._check_sequence(at, path)
-            self._check_rows(self._batch.sequence(at), in_loss, path, missing)
+            self._check_rows(self.batch.sequence(at), in_loss, path, missing)
         for path in paths.values():
             sampled = [own and not self._masked(v) for own, v in zip(path.is_own, path.versions, strict=True)]
             text = "{}: the loss covers {}, not {}"
@@ -206,7 +191,7 @@ class TrajectoryJudge:
 
     def _masked(self, version: int) -> bool:
         """Whether tokens of a version take no gradient."""
-        return self._config.staleness.policy == "mask" and self._updates.get(version, self._oldest) < self._oldest
+        return self.config.staleness.policy == "mask" and self.updates.get(version, self.oldest) < self.oldest
 
     # ---- tokens
 
@@ -214,17 +199,17 @@ class TrajectoryJudge:
         """Each token sampled here, and the tokens that the sampler kept with it, are those of its weights."""
         tokens, session = path.tokens, path.session
         contexts, number = model.contexts(tokens), model.session_number(session)
-        calls, kept = self._config.rollout.limits.max_turns > 1, _kept_tokens(path.sequences)
+        calls, kept = self.config.rollout.limits.max_turns > 1, _kept_tokens(path.sequences)
         for i, version in enumerate(path.versions):
             if not path.is_own[i]:
                 continue
-            weights = self._weights.get(version)
+            weights = self.weights.get(version)
             require("versions", weights is not None, "{} has version {} at {}", session, version, i)
             assert weights is not None
             expected = weights.token(contexts[i - 1], number, calls=calls)
             text = "{}: token {} is {}; version {} samples {}"
             require("provenance", tokens[i] == expected, text, session, i, tokens[i], version, expected)
-            of = weights.kept(contexts[i - 1], tokens[i]) if self._config.rollout.sampling.is_cut else None
+            of = weights.kept(contexts[i - 1], tokens[i]) if self.config.rollout.sampling.is_cut else None
             require("provenance", kept.get(i) == of, "{}: token {} is of {}, not {}", session, i, kept.get(i), of)
 
     def _check_answers(self, path: _Path) -> None:
@@ -252,7 +237,7 @@ class TrajectoryJudge:
             require("exactly once", sampled, "{}: tokens {} to {} are in no loss", path.session, start, end - 1)
 
     def _check_limits(self, paths: Collection[_Path], session: str) -> None:
-        limits, length = self._config.rollout.limits, max(len(path.tokens) for path in paths)
+        limits, length = self.config.rollout.limits, max(len(path.tokens) for path in paths)
         require("exactly once", length <= limits.max_tokens, "{} has {} tokens", session, length)
         turns = sum(len(path.turns) for path in paths)
         require("exactly once", turns <= limits.max_turns, "{} has {} turns", session, turns)
@@ -276,7 +261,7 @@ class TrajectoryJudge:
         turns = [[tokens[i] for i in turn] for turn in path.turns]
         *before, last = [sum(token == model.CALL for token in turn) for turn in turns] or [0]
         executed, ended = sum(before), bool(turns) and turns[-1][-1] == model.END
-        most = executed + last if ended and len(turns) < self._config.rollout.limits.max_turns else executed
+        most = executed + last if ended and len(turns) < self.config.rollout.limits.max_turns else executed
         calls = rollout.tool_calls
         held = calls <= most if rollout.interrupted else calls == most
         require("exactly once", held, "{} made {} tool calls, not {}", session, calls, most)
@@ -285,16 +270,16 @@ class TrajectoryJudge:
 
     def _check_sequence(self, at: int, path: _Path) -> list[bool]:
         """Mark tokens in the loss of a sequence as covered; returns which they are."""
-        ids, loss, session = self._batch.sequence(at).token_ids.tolist(), self._batch.loss_tokens(at), path.session
+        ids, loss, session = self.batch.sequence(at).token_ids.tolist(), self.batch.loss_tokens(at), path.session
         require("provenance", ids == path.tokens[: len(ids)], "{}: other tokens are trained", session)
-        contexts, bound, in_loss = model.contexts(ids), self._config.staleness.max_staleness, [False] * len(ids)
+        contexts, bound, in_loss = model.contexts(ids), self.config.staleness.max_staleness, [False] * len(ids)
         for i, logprob, lag in zip(loss.positions.tolist(), loss.logprobs.tolist(), loss.lag.tolist(), strict=True):
             require("provenance", not path.covered[i], "{}: token {} is in two losses", session, i)
             path.covered[i] = in_loss[i] = True
             version = path.versions[i]
-            expected = float(self._weights[version].logprob(contexts[i - 1], ids[i]))
+            expected = float(self.weights[version].logprob(contexts[i - 1], ids[i]))
             require("provenance", logprob == expected, "{}: logprob {} is {}, not {}", session, i, logprob, expected)
-            true_lag = self._update - self._updates[version]
+            true_lag = self.update - self.updates[version]
             require("staleness", true_lag <= bound, "{}: token {} is {} updates old", session, i, true_lag)
             require("staleness", lag == true_lag, "{}: token {} has lag {}, not {}", session, i, lag, true_lag)
         return in_loss
@@ -313,7 +298,7 @@ class TrajectoryJudge:
         require("rows", count == len(rows) - 1, "{}: {} rows for {} tokens", path.session, count, len(rows))
         require("rows", rows[-1] == NO_ROW, "{}: the last token has a row", path.session)
         answers, versions = path.rollout.answers, path.versions
-        match self._config.rollout.resume_routing:
+        match self.config.rollout.resume_routing:
             case "append" | "force":
                 owners = [next((v for v in versions[p + 1 :] if v >= 0), -1) for p in range(len(rows) - 1)]
                 candidates = [([owners], True)]
@@ -350,7 +335,7 @@ class TrajectoryJudge:
         for p, owner in enumerate(owners):
             if p in missing and rows[p] == NO_ROW:
                 continue
-            expected = self._weights[owner].row(contexts[p])
+            expected = self.weights[owner].row(contexts[p])
             if rows[p] != expected and (ordered or [sorted(e) for e in rows[p]] != [sorted(e) for e in expected]):
                 return p
         return None

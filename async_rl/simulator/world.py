@@ -131,6 +131,10 @@ class World:
         except Violation as violation:
             self.fail(violation)
 
+    def require(self, invariant: str, holds: bool, text: str, *values: object) -> None:
+        """As `violations.require`; a violation ends the world."""
+        self.judge(require, invariant, holds, text, *values)
+
     def progressed(self) -> None:
         """A train step is made, or a run starts."""
         self._progress = (self._loop.time(), self._turn)
@@ -142,7 +146,7 @@ class World:
         if method == "checkpointed":
             self.judge(self.oracle.groups.check_checkpoint, self._newest_state())
         if method == "take":
-            self.oracle.taken(result)
+            self.oracle.taken = result.groups
         self.judge(self.oracle.groups.answered, method, args, result)
 
     # ---- functions that it puts in the place of others
@@ -156,7 +160,7 @@ class World:
         elif kind == "events are damaged":
             self.disk.damage_events(self.directory / "journal")
         queue, journal, restored = await recovery.open_queue(place, **options)
-        self.judge(require, "exactly once", not self.disk.damaged_events, "a damaged journal of events is opened")
+        self.require("exactly once", not self.disk.damaged_events, "a damaged journal of events is opened")
         self._queue = state = queue._state  # pyright: ignore[reportPrivateUsage]
         apply = state.apply
 
@@ -203,8 +207,8 @@ class World:
         process = current_process()
         assert self.run is not None and process is not None
         allowed = process.hung or not self.run.rollouts.tools_paused
-        self.judge(require, "tools", allowed, "{} calls a tool in {}", session, process.process_name)
-        self.oracle.tool_called(session)
+        self.require("tools", allowed, "{} calls a tool in {}", session, process.process_name)
+        self.oracle.session(session).tool_calls += 1
 
     def fail(self, violation: Violation) -> None:
         """Note the first violation and end the run."""
@@ -265,7 +269,7 @@ class World:
         elif error is not None and error != "killed":
             lost = 0 if self.run is None else len(self.run.pool.causes)
             held = self.scenario.may_end(error, fired=self.fired[fired:], lost=lost, disk_was_broken=disk_was_broken)
-            self.judge(require, "failure", held, "the run failed, and nothing was broken that may end it: {}", error)
+            self.require("failure", held, "the run failed, and nothing was broken that may end it: {}", error)
             await self._operate(error)
         if self.run is not None and done:
             self.judge(self.oracle.finish, self._newest_state(), train_step=self.run.trainer.train_step)
@@ -274,7 +278,7 @@ class World:
     async def _operate(self, error: str) -> None:
         """A person reads why the run ended: removes a damaged journal, and repairs the disk at its second error."""
         if any(text in error for text in REMOVES):
-            self.judge(require, "exactly once", self.disk.damaged_events, "the journal is refused: {}", error)
+            self.require("exactly once", self.disk.damaged_events, "the journal is refused: {}", error)
             shutil.rmtree(self.directory / "journal")
             self.disk.journal_removed()
             self.oracle.journal_removed()

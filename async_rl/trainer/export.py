@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -24,7 +24,7 @@ from async_rl.trainer.model.source import WeightSource
 from async_rl.weights.broadcast import VersionServer
 from async_rl.weights.digest import WeightsDigest, digest_of
 from async_rl.weights.overwrite import SHARED_MEMORY, MappedFiles
-from async_rl.weights.pretrained import save_adapter, save_pretrained
+from async_rl.weights.pretrained import save_adapter
 from async_rl.weights.remote import upload
 from async_rl.weights.snapshots import HostCopy, Snapshots
 from async_rl.weights.transport import (
@@ -75,20 +75,30 @@ class VersionWriter:
         self._files = MappedFiles()
 
     def write(self, directory: Path | str, *, version: int, keep_version: int) -> WeightUpdate | None:
-        """Write a version; see `export_update`. With `direct` engines receive it from the memory of each rank."""
-        if self._host is not None and self._servers is None and isinstance(directory, Path):
+        """Write the weights for engines, after removing versions older than `keep_version`.
+
+        Each rank writes its buckets. With `direct` engines receive them from the memory of each rank.
+
+        Args:
+            directory: parent of the folders of the versions, or its URL in an object store. Each rank then writes a
+                bucket in the memory of its node first, and rank 0 uploads the manifest when all buckets are there.
+            version: `param_version`.
+            keep_version: oldest version that a replica may need.
+
+        Returns:
+            the written version on rank 0, None on other ranks.
+
+        Raises:
+            OSError: `directory` has no free space or is not writable.
+            UpdateError: an object store has a damaged manifest.
+        """
+        if isinstance(directory, str):
+            with _upload_folder(directory, dist.get_rank()) as parent:
+                return self._write_files(parent, version=version, keep_version=keep_version, url=directory)
+        if self._host is not None and self._servers is None:
             self._servers = self._serve(self._host, directory)
-        if self._direct is None or self._servers is None or isinstance(directory, str):
-            return export_update(
-                self.source,
-                directory,
-                version=version,
-                keep_version=keep_version,
-                bases=self._bases,
-                servers=self._servers,
-                files=self._files,
-                ring=self._ring,
-            )
+        if self._direct is None or self._servers is None:
+            return self._write_files(directory, version=version, keep_version=keep_version)
         self._snapshots.discard(keep_version=keep_version)
         copy = partial(self._snapshots.start, version)
         parts = _write_buckets(self.source, lambda _, tensors: digest_of(tensors), copy=copy)
@@ -96,6 +106,37 @@ class VersionWriter:
             return None
         update = update_of(version_folder(directory, version), version=version, buckets=_in_order(parts))
         return replace(update, direct=Direct(_sources(self._servers, parts), self._direct))
+
+    def _write_files(
+        self, parent: Path, *, version: int, keep_version: int, url: str | None = None
+    ) -> WeightUpdate | None:
+        """Write a version into a folder of `parent`, and upload it if there is a URL."""
+        rank, servers, folder = dist.get_rank(), self._servers, version_folder(parent, version)
+        base = None if self._bases is None else self._bases.base_of_next()
+        if url is not None and rank == 0:
+            discard_remote_updates(url, keep_version=keep_version)
+        if url is None and rank == (0 if servers is None else servers.index(servers[rank])):
+            discard_updates(parent, keep_version=keep_version, spare_for=folder if base is None else None)
+
+        def write(number: int, tensors: _Tensors) -> WeightsDigest:
+            files = self._files if url is None else None
+            digest = write_bucket(folder, number, tensors, bases=self._bases, files=files)
+            for file in () if url is None else folder.iterdir():
+                upload(file, f"{url}/{folder.name}/{file.name}")
+                file.unlink()
+            return digest
+
+        parts = _write_buckets(self.source, write, copy=_in_turn(self._ring))
+        if self._bases is not None:
+            self._bases.published(version)
+        if parts is None:
+            return None
+        folder.mkdir(parents=True, exist_ok=True)  # of a rank without tensors
+        update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
+        if url is not None:
+            upload(folder / MANIFEST, f"{url}/{folder.name}/{MANIFEST}")
+            return replace(update, url=f"{url}/{folder.name}")
+        return update if servers is None else replace(update, sources=_sources(servers, parts))
 
     def _serve(self, host: str, directory: Path) -> list[str]:
         """Start a server of versions on the first rank of each node, or on all; return the one of each rank."""
@@ -109,66 +150,6 @@ class VersionWriter:
         """Stop the server."""
         if self.server is not None:
             self.server.close()
-
-
-def export_update(
-    source: WeightSource,
-    directory: Path | str,
-    *,
-    version: int,
-    keep_version: int,
-    bases: Bases | None = None,
-    servers: Sequence[str] | None = None,
-    files: MappedFiles | None = None,
-    ring: Iterator[HostCopy] | None = None,
-) -> WeightUpdate | None:
-    """Write the weights for engines, after removing versions older than `keep_version`. Each rank writes its buckets.
-
-    Args:
-        source: weights of all ranks.
-        directory: parent of the folders of the versions, or its URL in an object store. Each rank then writes a bucket
-            in the memory of its node first, and rank 0 uploads the manifest when all buckets are there.
-        version: `param_version`.
-        keep_version: oldest version that a replica may need.
-        bases: what this rank has published last, if versions are written as changes; they become this version.
-        servers: address of the server of the node of each rank, by rank, if each node has its own `directory`.
-        files: that this rank has overwritten.
-        ring: at least two buffers, in turn, if the weights are on a GPU: one is filled while another is written.
-
-    Returns:
-        the written version on rank 0, None on other ranks.
-
-    Raises:
-        OSError: `directory` has no free space or is not writable.
-        UpdateError: an object store has a damaged manifest.
-    """
-    rank, url = dist.get_rank(), directory if isinstance(directory, str) else None
-    base = None if bases is None else bases.base_of_next()
-    with nullcontext(directory) if isinstance(directory, Path) else _upload_folder(directory, rank) as parent:
-        folder = version_folder(parent, version)
-        if url is not None and rank == 0:
-            discard_remote_updates(url, keep_version=keep_version)
-        if url is None and rank == (0 if servers is None else servers.index(servers[rank])):
-            discard_updates(parent, keep_version=keep_version, spare_for=folder if base is None else None)
-
-        def write(number: int, tensors: _Tensors) -> WeightsDigest:
-            digest = write_bucket(folder, number, tensors, bases=bases, files=files if url is None else None)
-            for file in () if url is None else folder.iterdir():
-                upload(file, f"{url}/{folder.name}/{file.name}")
-                file.unlink()
-            return digest
-
-        parts = _write_buckets(source, write, copy=_in_turn(ring))
-        if bases is not None:
-            bases.published(version)
-        if parts is None:
-            return None
-        folder.mkdir(parents=True, exist_ok=True)  # of a rank without tensors
-        update = finish_update(folder, version=version, buckets=_in_order(parts), base=base)
-        if url is not None:
-            upload(folder / MANIFEST, f"{url}/{folder.name}/{MANIFEST}")
-            return replace(update, url=f"{url}/{folder.name}")
-    return update if servers is None else replace(update, sources=_sources(servers, parts))
 
 
 @contextmanager
@@ -232,15 +213,6 @@ def _sources(servers: Sequence[str], parts: Sequence[Mapping[int, WeightsDigest]
     return tuple(Source(server, tuple(sorted(numbers))) for server, numbers in sent.items() if numbers)
 
 
-def export_pretrained(source: WeightSource, folder: Path, *, like: Path) -> None:
-    """Write a Hugging Face checkpoint on rank 0; the other ranks send it their buckets. See `save_pretrained`.
-
-    Raises:
-        OSError: the disk has no free space or `folder` is not writable.
-    """
-    _save(source, partial(save_pretrained, folder, like=like))
-
-
 def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start: Path) -> None:
     """Write the LoRA adapters as a folder of PEFT, on rank 0.
 
@@ -249,11 +221,11 @@ def export_adapter(model: BuiltModel, folder: Path, *, config: LoraConfig, start
     """
     modules = config.target_modules or adapted_modules(model.shape)
     save = partial(save_adapter, folder, rank=config.rank, alpha=config.alpha, target_modules=modules, start=start)
-    _save(WeightSource(model.chunks, shape=model.shape, adapters=True), save)
+    save_on_first_rank(WeightSource(model.chunks, shape=model.shape, adapters=True), save)
 
 
-def _save(source: WeightSource, save: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
-    """Save the tensors of all ranks on rank 0."""
+def save_on_first_rank(source: WeightSource, save: Callable[[Iterator[tuple[str, Tensor]]], None]) -> None:
+    """Save the tensors of all ranks on rank 0; the other ranks send it their buckets."""
     tensors = source.on_first_rank()
     if dist.get_rank() == 0:
         save(tensors)

@@ -19,7 +19,6 @@ from async_rl.trainer.loss.losses import LossConfig, Surrogate
 from async_rl.trainer.loss.reference import ReferenceWeights
 from async_rl.trainer.model.gpt import BuiltModel
 from async_rl.trainer.model.model import TrainerConfig
-from async_rl.trainer.planning import UpdatePlan
 from async_rl.trainer.step import (
     TOKEN_RESULTS,
     MicroBatch,
@@ -40,6 +39,9 @@ class ForwardBackward:
         groups: process groups of this rank.
         model: this rank's part of the model.
         teaches: the term of the teachers; None without any.
+
+    Attributes:
+        config, loss, groups, model: as the arguments.
     """
 
     def __init__(
@@ -51,16 +53,19 @@ class ForwardBackward:
         model: BuiltModel,
         teaches: DistillationConfig | None = None,
     ) -> None:
+        self.config, self.loss, self.groups, self.model = config, loss, groups, model
         self._teaches = teaches
-        self._config = config
-        self._loss = loss
-        self._groups = groups
-        self._model = model
 
     @property
     def counts_tokens(self) -> bool:
         """Whether this rank's token sums count: only tensor rank 0 of the last stage, since its peers have the same."""
-        return self._groups.is_last_stage and self._groups.coordinates.tensor_rank == 0
+        return self.groups.is_last_stage and self.groups.coordinates.tensor_rank == 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the proximal policy needs a pass; otherwise it is the current policy, as a batch has one update."""
+        several = self.config.updates_per_batch > 1 or self.config.router_replay == "R2"
+        return several or self.loss.needs_proximal_pass or self.loss.penalises_rewards
 
     def logprobs(
         self, micro_batches: MicroBatches, *, replay: bool = True, counts_routing: bool = False
@@ -103,24 +108,23 @@ class ForwardBackward:
     def train(self, micro_batches: MicroBatches, objective: Objective) -> None:
         """Run forward and backward; sets `sums` and `token_results` of the results."""
         found = self._run(micro_batches, objective, forward_only=False)
-        self._model.release_graph()
+        self.model.release_graph()
         for results, sums in zip(micro_batches.results, found or [{}] * len(micro_batches), strict=True):
             results.token_results = {name: sums.pop(name) for name in TOKEN_RESULTS if name in sums}
             results.sums = sums
 
-    def of_update(self, update: UpdatePlan, micro_batches: MicroBatches, columns: Sequence[Tensor]) -> Tensor:
-        """Gather a value per token in the loss, float64 [N] over all ranks, in the order of the batch.
+    def of_update(self, micro_batches: MicroBatches, columns: Sequence[Tensor]) -> Tensor:
+        """Gather a value per token in the loss of an update, float64 [N] over all ranks, in the order of the batch.
 
         Args:
-            update: the update with N tokens in the loss.
-            micro_batches: of this rank, after a pass.
+            micro_batches: those of the update on this rank, after a pass.
             columns: [n] for each micro-batch.
         """
-        out = torch.zeros(update.num_loss_tokens, dtype=torch.float64)
+        out = torch.zeros(micro_batches.update.num_loss_tokens, dtype=torch.float64)
         if self.counts_tokens:
             for results, column in zip(micro_batches.results, columns, strict=True):
                 out[results.numbers] = column.to("cpu", torch.float64)
-        return self._groups.sum_over_ranks(out)
+        return self.groups.sum_over_ranks(out)
 
     def objective(
         self, kind: ObjectiveKind, *, surrogate: Surrogate | None = None, value: ValueTerm | None = None
@@ -128,53 +132,52 @@ class ForwardBackward:
         """The objective `kind` with this rank's groups and output layer."""
         return Objective(
             kind=kind,
-            loss=self._loss,
-            layer=self._model.output_layer(float32=self._config.fp32_lm_head),
+            loss=self.loss,
+            layer=self.model.output_layer(float32=self.config.fp32_lm_head),
             context_group=context_group(),
             surrogate=surrogate,
             value=value,
             teaches=self._teaches,
         )
 
-    def policy_objective(self, update: UpdatePlan, micro_batches: MicroBatches) -> Objective:
+    def policy_objective(self, micro_batches: MicroBatches) -> Objective:
         """The policy objective of an update, whose equation may depend on its tokens on all ranks."""
-        if not self._loss.needs_proximal_pass:
+        if not self.loss.needs_proximal_pass:
             return self.objective("policy")
         counted = micro_batches.results if self.counts_tokens else []
         log_ratios = [self._log_movement(results) for results in counted]
-        surrogate = self._loss.equation(self.of_update(update, micro_batches, log_ratios))
+        surrogate = self.loss.equation(self.of_update(micro_batches, log_ratios))
         return self.objective("policy", surrogate=surrogate)
 
     def _log_movement(self, results: MicroBatchResults) -> Tensor:
         """log(proximal / behaviour) [n], or log(proximal / old) with `ratio=separated`."""
-        proximal = results.columns["proximal_logprobs"]
-        if self._loss.ratio == "combined" or results.old is None:
+        columns, proximal = results.columns, results.columns["proximal_logprobs"]
+        if self.loss.ratio == "combined" or "old_logprobs" not in columns:
             return proximal - results.behaviour_logprobs
-        old, fresh = results.old
-        return torch.where(fresh, 0.0, proximal - old)
+        return torch.where(columns["old_fresh"], 0.0, proximal - columns["old_logprobs"])
 
     def _run(
         self, micro_batches: MicroBatches, objective: Objective, *, forward_only: bool, replay: bool = True
     ) -> list[dict[str, Tensor]]:
         """Results of the objective for each micro-batch; empty before the last pipeline stage."""
 
-        offload = self._config.offload_activations and not forward_only
+        offload = self.config.offload_activations and not forward_only
 
         def forward_step(source: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
             micro_batch = next(source)
             if not replay:
                 micro_batch.context.routing = None
             with activations_on_host() if offload else contextlib.nullcontext():
-                hidden = micro_batch.forward(model, at=self._groups.coordinates)
+                hidden = micro_batch.forward(model, at=self.groups.coordinates)
             return hidden, partial(scheduled_loss, micro_batch=micro_batch, objective=objective)
 
-        sources = _for_each_chunk(iter(micro_batches), chunks=len(self._model.wrapped))
+        sources = _for_each_chunk(iter(micro_batches), chunks=len(self.model.wrapped))
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=sources if len(sources) > 1 else sources[0],
-            model=self._model.for_schedule,
+            model=self.model.for_schedule,
             num_microbatches=len(micro_batches),
-            seq_length=self._config.micro_batch_tokens,
+            seq_length=self.config.micro_batch_tokens,
             micro_batch_size=1,
             forward_only=forward_only,
         )

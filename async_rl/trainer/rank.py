@@ -23,7 +23,7 @@ from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.critic.critic import Critic
 from async_rl.trainer.distributed import ProcessGroups
-from async_rl.trainer.export import VersionWriter, adapter_folder, export_adapter, export_pretrained
+from async_rl.trainer.export import VersionWriter, adapter_folder, export_adapter, save_on_first_rank
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import penalise_rewards
 from async_rl.trainer.loss.distillation import DistillationConfig, sum_names
@@ -52,6 +52,7 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.trainer.state.shards import copy_into, live_tensors, model_shards
 from async_rl.trainer.step import MicroBatchBuilder, MicroBatches, MicroBatchResults, Objective
 from async_rl.weights.model_info import read_model_info
+from async_rl.weights.pretrained import save_pretrained
 from async_rl.weights.transport import Backend, WeightUpdate, remove_directory
 
 _TRIM_THRESHOLD, _MAX_MAPPED_BLOCKS = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's malloc.h
@@ -74,13 +75,6 @@ def threads_of(config: TrainerConfig) -> int:
         return config.threads
     gpus = len([*Path("/dev").glob("nvidia[0-9]*")])  # also those that Ray hides from this process
     return max(1, len(os.sched_getaffinity(0)) // (gpus or config.ranks))
-
-
-def _peak(config: TrainerConfig, device: torch.device) -> float | None:
-    """Operations per second of a rank at most; None if they are not known."""
-    if config.peak_flops is not None or device.type != "cuda" or config.dtype != "bfloat16":
-        return config.peak_flops
-    return peak_of(torch.cuda.get_device_name(device))
 
 
 class TrainerRank:
@@ -152,39 +146,20 @@ class TrainerRank:
         source = WeightSource(self.model.chunks, shape=self.model.shape)
         self._versions = VersionWriter(source, self._groups, delta=delta, host=host, direct=direct)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # Otherwise the proximal policy is the current policy, because a batch has only one update.
-        self._needs_proximal = (
-            config.updates_per_batch > 1
-            or config.router_replay == "R2"
-            or loss.needs_proximal_pass
-            or loss.penalises_rewards
+        self._teaches = teaches
+        self._planner = Planner(
+            config=config,
+            loss=loss,
+            walks=old_policy is not None,
+            pair_cost=pair_cost(self.model.shape),
+            teaches=teaches is not None,
         )
-        walks = old_policy is not None
-        cost, self._teaches = pair_cost(self.model.shape), teaches
-        self._planner = Planner(config=config, loss=loss, walks=walks, pair_cost=cost, teaches=teaches is not None)
-        self._peak = _peak(config, self._groups.device)
         self._forward_backward = ForwardBackward(
             config=config, loss=loss, groups=self._groups, model=self.model, teaches=teaches
         )
-        self._old = old_policy and OldPolicy(
-            old_policy,
-            trainer=config,
-            model=self.model,
-            groups=self._groups,
-            passes=self._forward_backward,
-            micro_batches=lambda batch, update: self._micro_batches(BatchPlan(batch=batch, updates=[update]), update),
-            routing=self._info.routing,
-        )
-        self._critic = critic and Critic(
-            critic,
-            trainer=config,
-            loss=loss,
-            policy=self.model,
-            passes=self._forward_backward,
-            groups=self._groups,
-            start=checkpoint,
-            micro_batches=lambda plan, update, trunk: self._micro_batches(plan, update, trunk=trunk),
-        )
+        passes, build = self._forward_backward, self._micro_batches
+        self._old = old_policy and OldPolicy(old_policy, passes=passes, micro_batches=build, routing=self._info.routing)
+        self._critic = critic and Critic(critic, passes=passes, micro_batches=build, start=checkpoint)
 
     # ---- training
 
@@ -207,28 +182,9 @@ class TrainerRank:
         """
         plan = self._planner.policy(batch) if isinstance(batch, TrainingBatch) else batch
         with self.timeline.span("build") as span:
-            planned = [(update, self._micro_batches(plan, update)) for update in plan.updates if update is not None]
-            span.args["micro_batches"] = sum(len(micro_batches) for _, micro_batches in planned)
-        walked: Walked = {}
-        if self._old is not None:
-            with self.timeline.span("old_policy", versions=len(plan.walk)):
-                walked = self._old.walk(plan, planned)
-        if self._reference is not None:
-            with self.timeline.span("reference"):
-                for _, micro_batches in planned:
-                    self._forward_backward.reference(micro_batches, self._reference)
-        if self._needs_proximal:
-            with self.timeline.span("proximal"):
-                for _, micro_batches in planned:
-                    self._forward_backward.proximal(micro_batches)
-        penalty: dict[str, float] = {}
-        if self._critic is not None:
-            with self.timeline.span("values"):
-                plan, penalty = self._critic.value(plan, planned)
-        elif self._loss.penalises_rewards:
-            plan, penalty = penalise_rewards(
-                plan, planned, coefficient=self._loss.kl_coefficient, passes=self._forward_backward
-            )
+            planned = [self._micro_batches(plan.batch, update) for update in plan.updates if update is not None]
+            span.args["micro_batches"] = sum(map(len, planned))
+        plan, walked, penalty = self._prepare(plan, planned)
         trained, steps, verified = iter(planned), list[tuple[float, float]](), dict[str, float]()
         for number, each in enumerate(plan.updates):
             if each is None:
@@ -238,19 +194,46 @@ class TrainerRank:
                 if self._critic is not None:
                     self._critic.skip()
                 continue
-            update, micro_batches = next(trained)
-            objective = self._forward_backward.policy_objective(update, micro_batches)
+            micro_batches = next(trained)
+            objective = self._forward_backward.policy_objective(micro_batches)
             if self._critic is not None:
-                objective = self._critic.objective(update, objective)
-            self._forward_and_backward(update, micro_batches, objective, self._config.aux_loss_coefficient)
+                objective = self._critic.objective(each, objective)
+            self._forward_and_backward(micro_batches, objective, self._config.aux_loss_coefficient)
             if self._old is not None and not number:
                 verified = self._old.verify(plan, walked, micro_batches)
-            steps.append(self._step(critic_update=update))
+            steps.append(self._step(critic_update=each))
         with self.timeline.span("record"):
             self._record(plan, planned)
-        results = [of_one for _, micro_batches in planned for of_one in micro_batches.results]
+        results = [of_one for micro_batches in planned for of_one in micro_batches.results]
         of_critic = {} if self._critic is None else self._critic.metrics()
         return self._metrics(results, steps, trajectories=plan.batch.num_trajectories) | penalty | verified | of_critic
+
+    def _prepare(self, plan: BatchPlan, planned: Sequence[MicroBatches]) -> tuple[BatchPlan, Walked, dict[str, float]]:
+        """Run the passes before the first update: those of old policy, reference, proximal policy and critic.
+
+        Returns:
+            The plan, with other advantages if the ranks compute them; the old logprobs; metrics of a KL in the reward.
+        """
+        walked: Walked = {}
+        if self._old is not None:
+            with self.timeline.span("old_policy", versions=len(plan.walk)):
+                walked = self._old.walk(plan, planned)
+        if self._reference is not None:
+            with self.timeline.span("reference"):
+                for micro_batches in planned:
+                    self._forward_backward.reference(micro_batches, self._reference)
+        if self._forward_backward.needs_proximal:
+            with self.timeline.span("proximal"):
+                for micro_batches in planned:
+                    self._forward_backward.proximal(micro_batches)
+        if self._critic is not None:
+            with self.timeline.span("values"):
+                plan, penalty = self._critic.value(plan, planned)
+        elif self._loss.penalises_rewards:
+            plan, penalty = penalise_rewards(plan, planned, passes=self._forward_backward)
+        else:
+            penalty = dict[str, float]()
+        return plan, walked, penalty
 
     def throughput(self, plan: BatchPlan, *, seconds: float) -> dict[str, float]:
         """Metrics of the speed of `train`: TFLOP/s of a rank, and their share of the peak if that is known.
@@ -264,15 +247,20 @@ class TrainerRank:
         updates = [update for update in plan.updates if update is not None]
         if not updates:
             return {}
+        runs = np.concatenate([update.runs for update in updates])
         operations = train_operations(
             self.model.shape,
-            np.concatenate([update.runs for update in updates]),
+            runs,
             num_loss_tokens=sum(update.num_loss_tokens for update in updates),
             lora=self._config.lora,
         )
+        if self._critic is not None:
+            operations += self._critic.operations(runs)
         rate = operations / seconds / self._config.ranks
-        found = {"throughput/train_tflops": rate / 1e12}
-        return found if self._peak is None else {**found, "throughput/mfu": rate / self._peak}
+        peak, device = self._config.peak_flops, self._groups.device
+        if peak is None and device.type == "cuda" and self._config.dtype == "bfloat16":
+            peak = peak_of(torch.cuda.get_device_name(device))
+        return {"throughput/train_tflops": rate / 1e12} | ({} if peak is None else {"throughput/mfu": rate / peak})
 
     def train_supervised(self, batch: TrainingBatch | BatchPlan) -> dict[str, float]:
         """Run one update on the mean cross entropy of the tokens in the loss.
@@ -286,9 +274,9 @@ class TrainerRank:
         plan = self._planner.supervised(batch) if isinstance(batch, TrainingBatch) else batch
         (update,) = plan.updates
         assert update is not None
-        micro_batches = self._micro_batches(plan, update, replay="none")
+        micro_batches = self._micro_batches(plan.batch, update, replay="none")
         objective = self._forward_backward.objective("supervised")
-        self._forward_and_backward(update, micro_batches, objective, self._config.supervised_aux_loss_coefficient)
+        self._forward_and_backward(micro_batches, objective, self._config.supervised_aux_loss_coefficient)
         grad_norm, lr = self._step()
         counted = micro_batches.results if self._forward_backward.counts_tokens else []
         here = [sum(float(results.sums[name]) for results in counted) for name in ("loss", "tokens")]
@@ -303,8 +291,8 @@ class TrainerRank:
         plan = self._planner.whole(batch)
         (update,) = plan.updates
         assert update is not None
-        micro_batches = self._micro_batches(plan, update)
-        found = self._forward_backward.of_update(update, micro_batches, self._forward_backward.logprobs(micro_batches))
+        micro_batches = self._micro_batches(batch, update)
+        found = self._forward_backward.of_update(micro_batches, self._forward_backward.logprobs(micro_batches))
         return list(found.to(torch.float32).split(batch.num_loss_tokens.tolist()))
 
     def snapshot_weights(self) -> None:
@@ -322,7 +310,7 @@ class TrainerRank:
     # ---- weights and state
 
     def export(self, directory: Path | str, *, version: int, keep_version: int = 0) -> WeightUpdate | None:
-        """Write the current weights for engines; see `async_rl.trainer.export.export_update`."""
+        """Write the current weights for engines; see `async_rl.trainer.export.VersionWriter.write`."""
         with self.timeline.span("export", version=version):
             return self._versions.write(directory, version=version, keep_version=keep_version)
 
@@ -336,7 +324,7 @@ class TrainerRank:
 
         With LoRA these are the merged weights, and the adapters alone are written next to them, into `folder`-adapter.
         """
-        export_pretrained(self._versions.source, folder, like=like)
+        save_on_first_rank(self._versions.source, partial(save_pretrained, folder, like=like))
         if self._config.lora.rank:
             export_adapter(self.model, adapter_folder(folder), config=self._config.lora, start=self._start)
 
@@ -436,7 +424,7 @@ class TrainerRank:
 
     def _micro_batches(
         self,
-        plan: BatchPlan,
+        batch: TrainingBatch,
         update: UpdatePlan,
         *,
         replay: RouterReplayMode | None = None,
@@ -445,8 +433,8 @@ class TrainerRank:
         """Micro-batches of this rank for `update`.
 
         Args:
-            plan: with the content that this rank needs.
-            update: a part of the plan.
+            batch: with the content that this rank needs.
+            update: a part of its plan.
             replay: kind of router replay of a supervised step, whose load-balance loss counts each token; None for the
                 configured one.
             trunk: model of the critic, which replays rows of the batch alone; None for the policy.
@@ -455,7 +443,7 @@ class TrainerRank:
         replay = replay or self._config.router_replay
         replays = model.replay is not None and (trunk is None or replay == "R3")
         builder = MicroBatchBuilder(
-            plan.batch,
+            batch,
             update,
             at=self._groups.coordinates,
             device=self._groups.device,
@@ -470,29 +458,20 @@ class TrainerRank:
         )
         return MicroBatches(builder, update.micro_batches[self.data_rank])
 
-    def _record(self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, MicroBatches]]) -> None:
+    def _record(self, plan: BatchPlan, planned: Sequence[MicroBatches]) -> None:
         """Start to write the recorded groups of a batch, on the rank that has the recorder."""
         if not plan.batch.recorded.heads:
             return
-        values = recorded_values(
-            plan,
-            planned,
-            counted=self._forward_backward.counts_tokens,
-            sum_over_ranks=self._groups.sum_over_ranks,
-        )
+        values = recorded_values(plan.batch, planned, passes=self._forward_backward)
         if self._recorder is not None:
             routing = self._info.routing
             self._recorder.write(plan.batch, values, moe_layers=() if routing is None else routing.layers)
 
     def _forward_and_backward(
-        self,
-        update: UpdatePlan,
-        micro_batches: MicroBatches,
-        objective: Objective,
-        aux_loss_coefficient: float,
+        self, micro_batches: MicroBatches, objective: Objective, aux_loss_coefficient: float
     ) -> None:
         # Megatron multiplies the loss of a micro-batch by its tokens.
-        self.model.config.moe_aux_loss_coeff = aux_loss_coefficient / max(1, update.num_tokens)
+        self.model.config.moe_aux_loss_coeff = aux_loss_coefficient / max(1, micro_batches.update.num_tokens)
         self._optimizer.zero_grad()
         with self.timeline.span("forward_backward", micro_batches=len(micro_batches)):
             self._forward_backward.train(micro_batches, objective)

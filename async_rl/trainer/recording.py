@@ -36,7 +36,7 @@ clipped: the derivatives are (-0.25, -0.3, 0.25, 0) and the shares (0.3125, 0.37
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +49,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from async_rl.files.rollouts import RecordConfig, tool_calls_of, write_step
-from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
-from async_rl.trainer.planning import BatchPlan, UpdatePlan
+from async_rl.trainer.batch.training_batch import TrainingBatch
+from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.step import FILTERS, MicroBatches, MicroBatchResults
 from message_queue.errors import AsyncRLError
 from message_queue.tokens import Int32Array
@@ -103,56 +103,29 @@ class RecordingError(AsyncRLError):
 
 
 def recorded_values(
-    plan: BatchPlan,
-    planned: Sequence[tuple[UpdatePlan, MicroBatches]],
-    *,
-    counted: bool,
-    sum_over_ranks: Callable[[Tensor], Tensor],
+    batch: TrainingBatch, planned: Sequence[MicroBatches], *, passes: ForwardBackward
 ) -> SequenceValues:
     """Values of the tokens in the loss of the recorded groups, from all ranks. Collective.
 
     Args:
-        plan: batch with recorded groups, and its updates.
-        planned: these updates and their micro-batches on this rank, after the train step.
-        counted: whether the tokens of this rank count; see `ForwardBackward.counts_tokens`.
-        sum_over_ranks: sums a float64 vector in place; called at most once.
+        batch: batch with recorded groups.
+        planned: the micro-batches of its updates on this rank, after the train step.
+        passes: forward and backward passes of this rank.
     """
-    batch, recorded = plan.batch, plan.batch.recorded
-    wanted = np.isin(batch.index[:, 0], list(recorded.heads))
-    numbers = [[n for n in update.sequences if wanted[n]] for update, _ in planned]
-    counts = [int(batch.num_loss_tokens[number]) for own in numbers for number in own]
-    flat = torch.zeros(len(VALUES) * sum(counts) + len(planned), dtype=torch.float64)
-    values, totals = flat[: -len(planned) or None].view(len(VALUES), -1), flat[len(flat) - len(planned) :]
-    start, steps = 0, list[int]()
-    for step, ((update, micro_batches), own) in enumerate(zip(planned, numbers, strict=True)):
-        places = torch.from_numpy(_token_places(batch, update, own, start=start))
-        for results in micro_batches.results if counted else ():
-            totals[step] += results.token_results["gradient"].abs().sum(dtype=torch.float64).to("cpu")
-            here = places[results.numbers] >= 0
-            if here.any():
-                values[:, places[results.numbers[here]]] = _columns(results)[:, here]
-        tokens = sum(int(batch.num_loss_tokens[number]) for number in own)
-        start, steps = start + tokens, steps + [step] * tokens
-    if not counts:
-        return {}
-    sum_over_ranks(flat)
-    values[VALUES.index("gradient_share")] /= totals[steps].clamp(min=torch.finfo(torch.float64).tiny)
-    parts = np.split(values.numpy(), np.cumsum(counts)[:-1], axis=1)
-    return dict(zip((number for own in numbers for number in own), parts, strict=True))
-
-
-def _token_places(batch: TrainingBatch, update: UpdatePlan, sequences: Sequence[int], *, start: int) -> Int64Array:
-    """int64 [N], place of each token in the loss of `update` among the recorded ones, -1 for the others.
-
-    Sequences of (2, 3) tokens with first_loss_token 5 and 9, and start=10: the tokens 5 and 6 have the places 10 and
-    11, the tokens 9 to 11 have the places 12 to 14.
-    """
-    places = np.full(update.num_loss_tokens, -1, np.int64)
-    for number in sequences:
-        first, count = int(update.first_loss_token[number]), int(batch.num_loss_tokens[number])
-        places[first : first + count] = np.arange(start, start + count)
-        start += count
-    return places
+    wanted = np.isin(batch.index[:, 0], list(batch.recorded.heads))
+    values: dict[int, NDArray[np.float64]] = {}
+    for micro_batches in planned:
+        update = micro_batches.update
+        counted = [_columns(results) for results in micro_batches.results] if passes.counts_tokens else []
+        of_update = np.stack(
+            [passes.of_update(micro_batches, [each[i] for each in counted]).numpy() for i in range(len(VALUES))]
+        )
+        shares = of_update[VALUES.index("gradient_share")]
+        shares /= shares.sum().clip(min=np.finfo(np.float64).tiny)
+        for number in (number for number in update.sequences if wanted[number]):
+            first = update.first_loss_token[number]
+            values[number] = of_update[:, first : first + batch.num_loss_tokens[number]]
+    return values
 
 
 def _columns(results: MicroBatchResults) -> Tensor:

@@ -1,5 +1,7 @@
 """Router replay: training routes each token to the experts that the rollout (R3) or an earlier pass (R2) chose.
 
+`replayed_tables` puts the recorded rows in the order in which the routers of a rank see the tokens.
+
 Each micro-batch has its own routing. A transformer layer binds it to its router when the layer is entered, both in the
 forward pass and in recomputation. Therefore a router always sees the rows of its micro-batch, in any pipeline schedule.
 There is no global state, so two models in a process are independent.
@@ -16,10 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from async_rl.trainer.batch.training_batch import BatchError
+from message_queue.tokens import ExpertArray, RoutingSpec
+from message_queue.training_sequence import BoolArray, TrainingSequence
 
 TopK = Callable[..., tuple[Tensor, Tensor]]
 
@@ -50,19 +56,110 @@ class MicroBatchRouting:
     """Global layer number -> ROUTING_SUMS float64 [6] of the pass with gradients."""
 
 
-def layer_tables(rows: Tensor, live: Tensor, *, layers: Sequence[int], to: torch.device) -> dict[int, Tensor]:
-    """Convert routing rows to `MicroBatchRouting.tables`.
+def replayed_tables(
+    sequences: Mapping[int, TrainingSequence],
+    of: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    *,
+    routing: RoutingSpec,
+    layers: Sequence[int],
+    to: torch.device,
+) -> dict[int, Tensor]:
+    """Collect the routing rows of `layers` for the r tokens that a rank forwards, as `MicroBatchRouting.tables`.
 
-    Rows [[[1], [2]], [[3], [0]]] with live (False, True) and layers (1, 3): {1: [[1], [-1]], 3: [[2], [-1]]}.
+    Two sequences of 3 and 2 tokens have recorded rows for all but their last token. The rank forwards the tokens
+    (0, 0), (0, 1), (0, 2), (1, 0) and a padding token, so `of` is (0, 0, 0, 1, 2) and `positions` (0, 1, 2, 0, 0).
+    The third and the last row of each table are -1: token (0, 2) and the padding use the live router.
 
     Args:
-        rows: uint8 or uint16 [rows, layers, K].
-        live: bool [rows], rows for the live router.
-        layers: global layer numbers.
+        sequences: number in the batch -> sequence; errors name the number.
+        of: int64 [r], ascending, the sequence of each token as an index into `sequences`.
+        positions: int64 [r], position in that sequence; a position past its end is padding.
+        routing: layers, expert count and top-k K of the recorded rows.
+        layers: global numbers (0-based) of the MoE layers of the rank.
         to: device of the tables.
+
+    Returns:
+        Layer -> expert ids int16 [r, K], -1 if the live router chooses the experts.
+
+    Raises:
+        BatchError: a layer or a sequence has no rows, the layer or top-k count differs, or an expert id is out of
+            range or a duplicate.
     """
-    tables = rows.to(to).to(torch.int16).masked_fill_(live.to(to)[:, None, None], -1)
+    unknown = sorted(set(layers) - set(routing.layers))
+    if unknown:
+        raise BatchError(
+            f"this rank routes layers {unknown}, but rows exist for layers {list(routing.layers)} only; "
+            "rollout and trainer disagree about which layers have experts"
+        )
+    layer_slice = _slice([routing.layers.index(layer) for layer in layers])
+    recorded = [_rows_of(number, sequence, routing)[:, layer_slice] for number, sequence in sequences.items()]
+    # The padding is a sequence without rows; its row is never taken.
+    rows = np.concatenate([*recorded, np.zeros((1, len(layers), routing.top_k), routing.dtype)])
+    counts = np.array([*map(len, recorded), 0])
+    runs = [run for sequence in sequences.values() for run in sequence.row_runs]
+    given = np.array([run.version >= 0 for run in runs], np.bool_).repeat(
+        np.array([run.rows for run in runs], np.int64)
+    )
+    sequence = np.minimum(of, len(recorded))
+    at = np.flatnonzero(positions < counts[sequence])
+    source = (counts.cumsum() - counts)[sequence[at]] + positions[at]
+    at, source = at[given[source]], source[given[source]]
+    out, live = np.zeros((len(of), len(layers), routing.top_k), routing.dtype), np.ones(len(of), np.bool_)
+    out[at], live[at] = rows[source], False
+    if fault := _fault(out, live, num_experts=routing.num_experts):
+        what, row, layer = fault
+        raise BatchError(
+            f"routed_experts has {what}: {out[row, layer].tolist()} at sequence {[*sequences][of[row]]}, "
+            f"position {positions[row]}, layer {layers[layer]}"
+        )
+    tables = torch.from_numpy(out).to(to).to(torch.int16)  # in this order, a GPU gets fewer bytes
+    tables = tables.masked_fill_(torch.from_numpy(live).to(to)[:, None, None], -1)
     return dict(zip(layers, tables.unbind(1), strict=True))
+
+
+def _rows_of(number: int, sequence: TrainingSequence, routing: RoutingSpec) -> ExpertArray:
+    rows = sequence.rows
+    if rows is None:
+        raise BatchError(
+            f"trainer.router_replay is R3, but sequence {number} has no routed_experts; let the engine capture "
+            "routing, or use trainer.router_replay=R2 or none"
+        )
+    if rows.shape[1:] != routing.row_shape or rows.dtype != routing.dtype or len(rows) > len(sequence):
+        raise BatchError(
+            f"routed_experts of sequence {number} of {len(sequence)} tokens is {rows.dtype}{list(rows.shape)}; the "
+            f"model's MoE layers {list(routing.layers)} with top-{routing.top_k} need "
+            f"{routing.dtype}[rows, {len(routing.layers)}, {routing.top_k}], at most a row for each token"
+        )
+    if (described := sum(run.rows for run in sequence.row_runs)) != len(rows):
+        raise BatchError(
+            f"row_runs of sequence {number} describe {described} rows, but it has {len(rows)}; both must be of the "
+            "same content"
+        )
+    return rows
+
+
+def _slice(places: Sequence[int]) -> slice | list[int]:
+    """A slice for consecutive layers, so that indexing does not copy all layers."""
+    if places and list(places) == list(range(places[0], places[0] + len(places))):
+        return slice(places[0], places[0] + len(places))
+    return list(places)
+
+
+def _fault(rows: ExpertArray, live: BoolArray, *, num_experts: int) -> tuple[str, int, int] | None:
+    """First fault in `rows` [r, layers, K] outside of `live` [r], as (description, row, layer)."""
+    columns = np.ascontiguousarray(rows.transpose(2, 0, 1))
+    duplicate = np.zeros(rows.shape[:2], np.bool_)
+    for i in range(1, len(columns)):
+        for j in range(i):
+            duplicate |= columns[i] == columns[j]
+    outside = columns.max(0, initial=0) >= num_experts
+    for fault, where in ((f"an expert id outside 0..{num_experts - 1}", outside), ("a duplicate expert", duplicate)):
+        where[live] = False
+        if where.any():
+            row, layer = divmod(int(where.argmax()), rows.shape[1])
+            return fault, row, layer
+    return None
 
 
 class LayerReplay:

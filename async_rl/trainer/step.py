@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -16,16 +16,9 @@ from torch import Tensor
 from async_rl.trainer.batch.chains import chains_of
 from async_rl.trainer.batch.forest import Forest, shared_prefixes
 from async_rl.trainer.batch.micro_batch import Coordinates, PackedRows, pack_rows, take_rows
-from async_rl.trainer.batch.routed_experts import replayed_rows
 from async_rl.trainer.batch.training_batch import TrainingBatch
 from async_rl.trainer.critic.value_head import ValueTerm
-from async_rl.trainer.loss.distillation import (
-    DistillationConfig,
-    TeacherTerm,
-    columns_of,
-    teacher_columns,
-    teacher_term,
-)
+from async_rl.trainer.loss.distillation import DistillationConfig, TeacherTerm, teacher_columns, teacher_term
 from async_rl.trainer.loss.logprobs import KeptTokens, OutputLayer, kept_logprobs_and_entropy, logprobs_and_entropy
 from async_rl.trainer.loss.losses import LossConfig, Surrogate, kl_term, policy_loss
 from async_rl.trainer.loss.ratios import FilterName, TokenLogprobs, Trajectories
@@ -34,17 +27,11 @@ from async_rl.trainer.metrics import lag_buckets, old_columns, token_sums
 from async_rl.trainer.model.attention import Rotary, RowContext
 from async_rl.trainer.model.model import RouterReplayMode
 from async_rl.trainer.planning import UpdatePlan
-from async_rl.trainer.router_replay import MicroBatchRouting, layer_tables
+from async_rl.trainer.router_replay import MicroBatchRouting, replayed_tables
 from message_queue.errors import ContractError
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import TrainingSequence
-
-_LOSS_COLUMNS = (
-    *("behaviour_logprobs", "behaviour_rank", "lag_bucket", "exact"),
-    *("advantages", "token_weights", "trajectory"),
-)
-"""Per-token inputs of the loss."""
 
 TOKEN_RESULTS = ("current", "filters", "gradient")
 """Results per token of the objective `policy`: logprobs under the current weights, the sum of 2^i over the filters
@@ -76,7 +63,7 @@ class MicroBatch:
     numbers: Tensor
     """int64 [n], numbers of these tokens among the loss tokens of the update."""
     columns: dict[str, Tensor]
-    """Inputs of the loss, [n] each: `_LOSS_COLUMNS`, and what passes have added; see `MicroBatchResults`."""
+    """Inputs of the loss, [n] each: those of the batch, and what passes have added; see `MicroBatchResults`."""
     kept: KeptTokens | None
     """Tokens over which the distributions are normalised; None if all are over the whole vocabulary."""
     trajectories: Tensor
@@ -121,11 +108,10 @@ class MicroBatchResults:
     """Tokens on this rank with a shared token counted once, and for each of its sequences."""
     behaviour_logprobs: Tensor = field(default_factory=lambda: torch.empty(0))
     """float32 [n], the column of the micro-batch."""
-    old: tuple[Tensor, Tensor] | None = None
-    """float32 [n], old logprobs, the behaviour logprobs of tokens whose version is not stored, and bool [n], the fresh
-    tokens; None if none were computed."""
     columns: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    """Columns [n] that later passes get in addition to, or in place of, those of the batch."""
+    """Columns [n] that later passes get in addition to, or in place of, those of the batch. If old logprobs were
+    computed: `old_logprobs` float32, the behaviour logprobs of tokens whose version is not stored, and bool `old_known`
+    and `old_fresh`."""
     tables: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """The routing that R2 has recorded; see `MicroBatchRouting`."""
     routing_sums: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
@@ -205,7 +191,7 @@ class MicroBatchBuilder:
             end_rows=take_rows(rows.token_row, ends, fill=-1).to(to),
             targets=targets.to(to),
             numbers=loss["number"],
-            columns={name: loss[name].to(to) for name in self._columns},
+            columns=cast(dict[str, Tensor], loss.exclude("token", "position", "number").to(to).to_dict()),
             kept=None if kept is None else kept.to(to),
             trajectories=trajectories,
             context=RowContext(
@@ -219,7 +205,7 @@ class MicroBatchBuilder:
         )
 
     def _loss_columns(self, numbers: Sequence[int]) -> TensorDict:
-        """Concatenated columns [n] of the tokens in the loss: `_LOSS_COLUMNS`, `position`, `token` and `number`, their
+        """Columns [n] of the tokens in the loss: the inputs of the loss, and `position`, `token` and `number`, their
         int64 positions, numbers among all tokens of the micro-batch and among the loss tokens of the update."""
         batch, update, own = self.batch, self.update, np.array(numbers, np.int64)
         found, counts = batch.loss_tokens_of(numbers)
@@ -244,11 +230,6 @@ class MicroBatchBuilder:
         if self.teaches is not None:
             columns |= teacher_columns(found.teacher, tokens=len(found.positions), top_k=self.teaches.num_ids)
         return TensorDict(columns, batch_size=[len(found.positions)])
-
-    @property
-    def _columns(self) -> tuple[str, ...]:
-        """Inputs of the loss."""
-        return _LOSS_COLUMNS if self.teaches is None else (*_LOSS_COLUMNS, *columns_of(self.teaches))
 
     def _kept_tokens(self, sequences: Sequence[TrainingSequence], tokens: Tensor, targets: Tensor) -> KeptTokens | None:
         """Kept tokens at the tokens in the loss, with numbers `tokens` int64 [n] in the micro-batch."""
@@ -282,14 +263,14 @@ class MicroBatchBuilder:
             return MicroBatchRouting(mode="record", tables={}, uses=on_device)
         assert self.routing is not None
         sequence = np.append(forest.sequence, len(sequences))[nodes.numpy()]
-        experts, live = replayed_rows(
+        tables = replayed_tables(
             sequences,
             np.where(uses.numpy() > 0, sequence, len(sequences)),
             positions.numpy(),
             routing=self.routing,
             layers=self.layers,
+            to=self.device,
         )
-        tables = layer_tables(torch.from_numpy(experts), torch.from_numpy(live), layers=self.layers, to=self.device)
         return MicroBatchRouting(mode="replay", tables=tables, uses=on_device)
 
 
@@ -301,6 +282,7 @@ class MicroBatches:
         sequences: numbers of the sequences of each micro-batch.
 
     Attributes:
+        update: the update.
         sequences: as the argument.
         results: one object per micro-batch.
         old: of the tokens of the update on this rank; None if none were computed.
@@ -308,6 +290,7 @@ class MicroBatches:
 
     def __init__(self, builder: MicroBatchBuilder, sequences: Sequence[Sequence[int]]) -> None:
         self._builder = builder
+        self.update = builder.update
         self.sequences = sequences
         self.old: OldLogprobs | None = None
         self.results = [MicroBatchResults() for _ in sequences]
@@ -318,24 +301,29 @@ class MicroBatches:
     def __iter__(self) -> Iterator[MicroBatch]:
         return map(self._build, self.sequences, self.results)
 
+    def add_column(self, name: str, values: NDArray[np.floating]) -> None:
+        """Add a column to the results, after a pass, from values [N] of the tokens in the loss of the update."""
+        for results in self.results:
+            own = torch.from_numpy(values[results.numbers.numpy()])
+            results.columns[name] = own.to(results.behaviour_logprobs.device, torch.float32)
+
     def _build(self, sequences: Sequence[int], results: MicroBatchResults) -> MicroBatch:
         micro_batch = self._builder.build(sequences)
         results.numbers, results.trajectories = micro_batch.numbers, micro_batch.trajectories
         results.behaviour_logprobs = micro_batch.columns["behaviour_logprobs"]
         uses = micro_batch.context.rows.uses
         results.num_rows = int(uses.count_nonzero()), int(uses.sum())
-        micro_batch.columns |= results.columns
         if self.old is not None:
             old, fresh = (
                 column[micro_batch.numbers].to(micro_batch.targets.device)
                 for column in (self.old.logprobs, self.old.is_fresh)
             )
-            micro_batch.columns |= {
+            results.columns |= {
                 "old_logprobs": torch.where(old.isnan(), results.behaviour_logprobs, old),
                 "old_known": fresh | ~old.isnan(),
                 "old_fresh": fresh,
             }
-            results.old = micro_batch.columns["old_logprobs"], fresh
+        micro_batch.columns |= results.columns
         if (routing := micro_batch.context.routing) is not None:
             results.routing_sums = routing.sums
             if routing.mode == "record":

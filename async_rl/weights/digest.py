@@ -7,6 +7,7 @@ import from async_rl.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 from collections import deque
@@ -179,13 +180,9 @@ def load_share(
             taken.setdefault(number, []).append(name)
             yield name, tensor
 
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for bucket in all_taken:
-            yield from noted(*bucket)
-            del bucket  # its memory is free before the next bucket but one is taken
-
     with contextlib.closing(_taken_ahead(take, ahead=ahead)) as all_taken:
-        load(tensors())
+        # The chain keeps no bucket: its memory is free before the next bucket but one is taken.
+        load(itertools.chain.from_iterable(itertools.starmap(noted, all_taken)))
     return {
         "buckets": [[number, hashed[number].hexdigest(names)] for number, names in taken.items() if number in hashed],
         "names": xxh3_128("\0".join(sorted(name for names in taken.values() for name in names)).encode()).hexdigest(),

@@ -12,7 +12,9 @@ from typing import Any
 from message_queue.errors import AsyncRLError
 from message_queue.tokens import RoutingSpec
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"model\.(?:language_model\.)?layers\.(\d+)\.")
+_CARRIED = ("mtp.", "model.visual.")
+TEXT_CONFIG, VISION_CONFIG = "text_config", "vision_config"
 
 
 class CheckpointError(AsyncRLError, ValueError):
@@ -35,6 +37,38 @@ class ModelInfo:
     """Layout of the routing rows; None for a dense model."""
     tied: bool = False
     """Whether the output head shares the embedding's weights."""
+    has_vision: bool = False
+    """Whether the checkpoint also has a vision tower."""
+
+
+def read_config(checkpoint: Path) -> dict[str, Any]:
+    """Fields of config.json; of a model of text and images those of its text part, and its vision_config.
+
+    `{"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text"}, "vision_config": {}}` gives
+    `{"model_type": "qwen3_5_moe_text", "vision_config": {}}`.
+
+    Raises:
+        CheckpointError: there is no such file, it cannot be read, or its parts disagree.
+    """
+    path = checkpoint / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} has no config.json; give a Hugging Face checkpoint folder")
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}); make it readable") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
+    if not isinstance(text := config.get(TEXT_CONFIG), dict):
+        return config
+    tied = [bool(part.get("tie_word_embeddings", False)) for part in (config, text)]
+    if tied[0] != tied[1]:
+        raise CheckpointError(
+            f"{path} has tie_word_embeddings={tied[0]} and in text_config {tied[1]}: engines read one or the other; "
+            "set both to whether the checkpoint has no lm_head"
+        )
+    outer = {name: config[name] for name in ("quantization_config",) if name in config}
+    return {**outer, **text, VISION_CONFIG: config.get(VISION_CONFIG) or {}}
 
 
 def layer_of(name: str) -> int | None:
@@ -44,21 +78,21 @@ def layer_of(name: str) -> int | None:
 
 
 def is_carried(name: str, *, num_layers: int) -> bool:
-    """Whether a Hugging Face tensor belongs to a layer for multi-token prediction.
+    """Whether a Hugging Face tensor belongs to a layer for multi-token prediction, or to a vision tower.
 
     Such layers are numbered after the layers of the model: `model.layers.46.eh_proj.weight` with num_layers=46. In
-    Qwen3-Next their names begin with `mtp.`. They are not trained, serve for drafts at most (`engine.speculation`), and
-    an exported checkpoint has them unchanged.
+    Qwen3-Next their names begin with `mtp.`. They serve for drafts at most (`engine.speculation`). The names of a
+    vision tower begin with `model.visual.`. None of these is trained, and an exported checkpoint has them unchanged.
     """
     layer = layer_of(name)
-    return name.startswith("mtp.") or (layer is not None and layer >= num_layers)
+    return name.startswith(_CARRIED) or (layer is not None and layer >= num_layers)
 
 
 def is_quantized(checkpoint: Path) -> bool:
     """Whether the weights of a checkpoint folder are quantized in a format that `async_rl.weights.quantized` reads."""
     try:
-        config: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    except (OSError, ValueError):
+        config = read_config(checkpoint)
+    except CheckpointError:
         return False  # read_model_info reports it
     return bool(config.get("quantization_config")) and quantization_problem(config) is None
 
@@ -84,13 +118,10 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
     """Read `config.json` of a Hugging Face checkpoint folder.
 
     Raises:
-        CheckpointError: no such folder, no or unreadable config.json, or a field that is absent.
+        CheckpointError: see `read_config`; or a field is absent.
     """
-    path = checkpoint / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"model checkpoint {checkpoint} has no config.json; give a checkpoint folder")
+    config = read_config(checkpoint)
     try:
-        config: dict[str, Any] = json.loads(path.read_text())
         return ModelInfo(
             family=config["model_type"],
             vocab_size=config["vocab_size"],
@@ -98,11 +129,12 @@ def read_model_info(checkpoint: Path) -> ModelInfo:
             context_length=config["max_position_embeddings"],
             routing=_routing(config),
             tied=bool(config.get("tie_word_embeddings", False)),
+            has_vision=VISION_CONFIG in config,
         )
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path} is not JSON ({error}); copy it again") from error
     except KeyError as error:
-        raise CheckpointError(f"{path} has no field {error}; give the folder of a causal language model") from error
+        raise CheckpointError(
+            f"{checkpoint / 'config.json'} has no field {error}; give the folder of a causal language model"
+        ) from error
 
 
 def _routing(config: dict[str, Any]) -> RoutingSpec | None:

@@ -20,11 +20,15 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktok
 WARMUP_STEPS = 10
 
 
-def local_checkpoint(checkpoint: str) -> Path:
+def local_checkpoint(checkpoint: str, *, key: str) -> Path:
     """Folder of a checkpoint that is given as a folder, or as a name at the Hugging Face hub.
 
     A name, as in `Qwen/Qwen3-0.6B` or `Qwen/Qwen3-0.6B@main`, is downloaded into the hub's cache once; `HF_HOME`,
     `HF_HUB_OFFLINE` and `HF_TOKEN` count. A text of another form is a folder.
+
+    Args:
+        checkpoint: a folder or a name.
+        key: its place in the settings, for the error.
 
     Raises:
         ValueError: neither the hub nor its cache has the model, or the hub cannot be reached.
@@ -40,7 +44,7 @@ def local_checkpoint(checkpoint: str) -> Path:
     except Exception as error:  # the libraries below raise many kinds
         cause = next((line for line in f"{error}".splitlines() if line.strip()), "").strip() or type(error).__name__
         raise ValueError(
-            f"model.checkpoint is {checkpoint}, no folder here and no model that the Hugging Face hub gave "
+            f"{key} is {checkpoint}, no folder here and no model that the Hugging Face hub gave "
             f"({type(error).__name__}: {cause.rstrip('.')}); give a folder, run `hf download {name}` where there is a "
             "network, or set HF_TOKEN for a gated model"
         ) from error

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeAlias
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.")
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2}  # of others: 1
@@ -44,11 +46,8 @@ class TensorSpec(NamedTuple):
         return (-1 if "embed" in self.name else math.inf), self.name
 
 
-class Unit(NamedTuple):
-    """Tensors that leave their owner together, for example query, key and value of a layer."""
-
-    tensors: tuple[TensorSpec, ...]
-    """At least one."""
+Unit: TypeAlias = tuple[TensorSpec, ...]
+"""Tensors that leave their owner together, for example query, key and value of a layer; at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,52 +62,32 @@ class Bucket:
     """In the order of the layers."""
 
     @property
-    def tensors(self) -> Iterator[TensorSpec]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """Tensors of all units."""
-        return (tensor for unit in self.units for tensor in unit.tensors)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        return sum(tensor.num_bytes for tensor in self.tensors)
+        return tuple(chain.from_iterable(self.units))
 
 
-@dataclass(frozen=True, slots=True)
-class SyncPlan:
-    """The buckets of a model, ordered by the layer of their first tensor."""
+def plan_buckets(owned: Mapping[int, Sequence[Unit]], *, bucket_bytes: int = BUCKET_BYTES) -> tuple[Bucket, ...]:
+    """The buckets of a model, ordered by the layer of their first tensor; each tensor is in one bucket.
 
-    buckets: tuple[Bucket, ...]
-    """All buckets; each tensor is in one bucket."""
+    Args:
+        owned: trainer rank -> its units, in any order.
+        bucket_bytes: bound on a bucket; a larger unit has a separate bucket.
 
-    @classmethod
-    def of(cls, owned: Mapping[int, Sequence[Unit]], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
-        """Plan for the units that each rank owns, in any order.
-
-        Args:
-            owned: trainer rank -> its units.
-            bucket_bytes: bound on a bucket; a larger unit has a separate bucket.
-
-        Raises:
-            ValueError: a tensor has two owners.
-        """
-        packed = [
-            (units, owner)
-            for owner, mine in owned.items()
-            for units in _packed(sorted(mine, key=lambda unit: unit.tensors[0].place), bucket_bytes)
-        ]
-        packed.sort(key=lambda bucket: (bucket[0][0].tensors[0].place, bucket[1]))
-        plan = cls(tuple(Bucket(number, owner, tuple(units)) for number, (units, owner) in enumerate(packed)))
-        names: set[str] = set()
-        for tensor in plan.tensors:
-            if tensor.name in names:
-                raise ValueError(f"two ranks own {tensor.name}")
-            names.add(tensor.name)
-        return plan
-
-    @property
-    def tensors(self) -> Iterator[TensorSpec]:
-        """Tensors of all buckets."""
-        return (tensor for bucket in self.buckets for tensor in bucket.tensors)
+    Raises:
+        ValueError: a tensor has two owners.
+    """
+    packed = [
+        (units, owner)
+        for owner, mine in owned.items()
+        for units in _packed(sorted(mine, key=lambda unit: unit[0].place), bucket_bytes)
+    ]
+    packed.sort(key=lambda bucket: (bucket[0][0][0].place, bucket[1]))
+    buckets = tuple(Bucket(number, owner, tuple(units)) for number, (units, owner) in enumerate(packed))
+    for name, count in Counter(tensor.name for bucket in buckets for tensor in bucket.tensors).items():
+        if count > 1:
+            raise ValueError(f"two ranks own {name}")
+    return buckets
 
 
 def _packed(units: Sequence[Unit], bucket_bytes: int) -> Iterator[list[Unit]]:
@@ -116,7 +95,7 @@ def _packed(units: Sequence[Unit], bucket_bytes: int) -> Iterator[list[Unit]]:
     held: list[Unit] = []
     num_bytes = 0
     for unit in units:
-        more = sum(tensor.num_bytes for tensor in unit.tensors)
+        more = sum(tensor.num_bytes for tensor in unit)
         if held and num_bytes + more > bucket_bytes:
             yield held
             held, num_bytes = [], 0

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.files.atomic_dir import make_folder, partial_folder, publish_folder, recover_folder
-from async_rl.weights.model_info import is_carried
+from async_rl.weights.model_info import TEXT_CONFIG, is_carried, read_config
 
 MAX_SHARD_BYTES = 5_000_000_000  # as in huggingface_hub; its writer is not used because it needs all tensors at once
 INDEX = "model.safetensors.index.json"
@@ -121,7 +121,7 @@ def _whole_folder(folder: Path) -> Generator[Path]:
 
 def carried_tensors(checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a checkpoint folder that are exported unchanged; see `is_carried`. Others are not read."""
-    config = json.loads((checkpoint / "config.json").read_text())
+    config = read_config(checkpoint)
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -233,8 +233,7 @@ def _edit_config(path: Path, *, dtype: torch.dtype, without: Sequence[str]) -> N
     """Remove fields of a config.json, and set `dtype`, and the older key `torch_dtype` if present."""
     config: dict[str, Any] = json.loads(path.read_text())
     config = {name: value for name, value in config.items() if name not in without}
-    name = str(dtype).removeprefix("torch.")
-    config["dtype"] = name
-    if "torch_dtype" in config:
-        config["torch_dtype"] = name
+    for part in (config, *([config[TEXT_CONFIG]] if TEXT_CONFIG in config else [])):
+        for key in ("dtype", *(["torch_dtype"] if "torch_dtype" in part else [])):
+            part[key] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -535,6 +535,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def show(results: Results, figure: Path) -> None:
     """Print the table, and write the figure."""
+    figure.parent.mkdir(parents=True, exist_ok=True)
     draw(results).savefig(figure, dpi=DPI, metadata={"Software": None})
     sys.stdout.write("".join(f"{line}\n" for line in table(results)) + f"\n{figure}\n")
 

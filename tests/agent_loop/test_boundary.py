@@ -189,15 +189,15 @@ async def test_what_an_environment_lets_out_fails_its_rollout_and_it_is_closed(l
             events.append("close")
 
     setattr(Environment, method, as_method(leak))
-    opened = EnvironmentClass(Environment).opened(PROMPT, timeout_s=60)
+    opened = EnvironmentClass(Environment).new(PROMPT, timeout_s=60)
     if method == "close":
         async with opened:
             pass
         assert "close of environment" in caplog.text
         return
     with pytest.raises(RolloutError, match=f"{method} of environment"):
-        async with opened as environment:
-            await environment.step("x")
+        async with opened as (environment, _):
+            await environment.call("step", {"text": "x"})
     assert events == ["close"]
 
 
@@ -298,8 +298,8 @@ async def test_environment_that_ignores_its_cancel_is_not_called_any_more():
             closed.append(True)
 
     with pytest.raises(RolloutError, match="took more than 3 s"):
-        async with EnvironmentClass(Environment).opened(PROMPT, timeout_s=3) as environment:
-            await environment.step("x")
+        async with EnvironmentClass(Environment).new(PROMPT, timeout_s=3) as (environment, _):
+            await environment.call("step", {"text": "x"})
     assert not closed
     release.set()
 
@@ -326,8 +326,8 @@ async def test_async_methods_of_an_environment_share_one_task(late):
             tasks.append(asyncio.current_task())
 
     with pytest.raises(RolloutError, match=r"0\.05 s \(limits\.tool_timeout_s\)") if late else nullcontext():
-        async with EnvironmentClass(Environment).opened(PROMPT, timeout_s=0.05 if late else 60) as environment:
-            await environment.step("x")
+        async with EnvironmentClass(Environment).new(PROMPT, timeout_s=0.05 if late else 60) as (environment, _):
+            await environment.call("step", {"text": "x"})
     assert len(tasks) == 3 and len(set(tasks)) == 1
 
 

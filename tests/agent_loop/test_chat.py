@@ -42,6 +42,11 @@ def test_control_tokens_in_the_description_of_a_tool_stay_text():
     assert counts == [1, 0]
 
 
+def find_stop(*stops, tokenizer=TOKENIZER):
+    """The search for the stop strings of a request."""
+    return Chat(tokenizer, end_of_turn=END_OF_TURN).variant(tools=(), stop_strings=stops).find_stop
+
+
 def reply_to(chat, *contents, role="tool", after=END_OF_TURN):
     """The tokens of a reply, as text."""
     messages = [Message(role=role, content=content) for content in contents]
@@ -72,10 +77,9 @@ def test_chat_replies_of_several_tools_share_one_user_turn():
     )
 
 
-@pytest.mark.parametrize(("stop_strings", "turn"), [((), "a"), (("15",), "12+3=15")], ids=["cut off", "stop string"])
-def test_chat_reply_to_a_turn_without_its_end_adds_it(stop_strings, turn):
-    chat = make_chat(stop_strings=stop_strings)
-    assert reply_to(chat, "1", after=turn) == END_OF_TURN + reply_to(chat, "1", after=turn + END_OF_TURN)
+def test_chat_reply_to_a_turn_without_its_end_adds_it():
+    chat = make_chat()
+    assert reply_to(chat, "1", after="a") == END_OF_TURN + reply_to(chat, "1", after="a" + END_OF_TURN)
 
 
 def test_chat_text_hides_the_end_of_a_turn_and_nothing_else():
@@ -90,39 +94,29 @@ def test_chat_stop_tokens_are_end_of_turn_first_and_distinct():
     assert chat.stop_token_ids == (ids(END_OF_TURN)[0], ids(TURN_START)[0])
 
 
-@pytest.mark.parametrize("options", [{"stop_tokens": ("stop!",)}, {"stop_strings": ("",)}])
-def test_chat_refuses_stop_texts_that_it_cannot_use(options):
-    with pytest.raises(ChatTemplateError, match=r"stop (token|string)"):
-        make_chat(**options)
+def test_chat_refuses_stop_texts_that_it_cannot_use():
+    with pytest.raises(ChatTemplateError, match="stop token"):
+        make_chat(stop_tokens=("stop!",))
+    with pytest.raises(ChatTemplateError, match="stop string"):
+        find_stop("")
 
 
 @pytest.mark.parametrize(
-    ("turn", "stop", "kept", "shown"),
+    ("turn", "stops", "kept"),
     [
-        ("12+3=15 so", "15", "12+3=15", "12+3=15"),
-        ('x"}}\ny', '"}', 'x"}}', 'x"}'),  # ends inside a token that continues
-        ('a{"name": "b', 'ame": ', 'a{"name": "', 'a{"name": '),  # starts inside one token and ends inside another
-        ("1 1 1", "1", "1", "1"),
+        ("12+3=15 so", ["15"], "12+3=15"),
+        ('x"}}\ny', ['"}'], 'x"}}'),  # ends inside a token that continues
+        ('a{"name": "b', ['ame": '], 'a{"name": "'),  # starts inside one token and ends inside another
+        ("1 1 1", ["1"], "1"),
+        ("abcdef", ["cde", "b"], "ab"),
     ],
 )
-def test_stop_string_ends_a_turn_with_its_token_and_hides_the_rest(turn, stop, kept, shown):
-    chat = make_chat(stop_strings=(stop,))
+def test_the_stop_string_that_ends_first_ends_a_turn_with_its_token(turn, stops, kept):
     sampled = ids(turn)
-    count = chat.find_stop(sampled)
+    count = find_stop(*stops)(sampled)
     assert TOKENIZER.decode(sampled[:count].tolist()) == kept
-    assert chat.text(sampled[:count]) == shown
-    assert chat.finished(sampled[:count]) and not chat.ends_turn(sampled[:count])
-    assert chat.find_stop(sampled[: count - 1]) is None
-
-
-def test_stop_string_that_ends_first_counts():
-    chat = make_chat(stop_strings=("cde", "b"))
-    assert chat.text(ids("abcdef")) == "ab"
-
-
-def test_chat_without_stop_strings_searches_none():
-    assert make_chat().find_stop is None
-    assert not make_chat().finished(ids("15"))
+    assert find_stop(*stops)(sampled[: count - 1]) is None
+    assert find_stop() is None
 
 
 @pytest.mark.parametrize(
@@ -195,7 +189,7 @@ def test_a_turn_of_a_base_model_ends_with_the_token_of_the_template_or_eos(end):
     assert tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|im_end|>", "<|endoftext|>"]
     ended = [tokenizer.encode(f"42{token}", add_special_tokens=False) for token in ("<|im_end|>", "<|endoftext|>", "")]
     assert [chat.text(np.asarray(turn, np.int32)) for turn in ended] == ["42"] * 3
-    assert [chat.finished(np.asarray(turn, np.int32)) for turn in ended] == [True, False, False]
+    assert [chat.ends_turn(np.asarray(turn, np.int32)) for turn in ended] == [True, False, False]
 
 
 def test_eos_of_a_template_that_writes_it_only_at_the_end_ends_a_turn():
@@ -231,22 +225,20 @@ def test_a_template_without_an_end_of_turn_is_refused_unless_the_user_names_one(
     cuts=st.lists(st.integers(1, 9), min_size=1, max_size=20),
 )
 def test_a_search_of_the_new_tokens_finds_what_a_search_of_all_finds(text, stops, cuts):
-    tokenizer = BYTES
-    chat = Chat(tokenizer, end_of_turn="<|im_end|>", stop_strings=stops)
-    turn = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
-    decoded = [tokenizer.decode(turn[:n].tolist()) for n in range(len(turn) + 1)]
+    turn = np.asarray(BYTES.encode(text, add_special_tokens=False), np.int32)
+    decoded = [BYTES.decode(turn[:n].tolist()) for n in range(len(turn) + 1)]
     expected = next((n for n in range(len(turn) + 1) if any(stop in decoded[n] for stop in stops)), None)
-    find_stop, searched, found = chat.find_stop, 0, None
+    search, searched, found = find_stop(*stops, tokenizer=BYTES), 0, None
     for cut in itertools.chain(cuts, itertools.repeat(len(turn) + 1)):
         until = min(searched + cut, len(turn))
-        if (found := find_stop(turn[:until])) is not None or until == len(turn):
+        if (found := search(turn[:until])) is not None or until == len(turn):
             break
         searched = until
     assert found == expected
 
 
 async def test_the_search_for_a_stop_string_decodes_each_token_a_few_times(monkeypatch):
-    chat, count = Chat(BYTES, end_of_turn="<|im_end|>", stop_strings=("</never>",)), 4000
+    chat, count = Chat(BYTES).variant(tools=(), stop_strings=("</never>",)), 4000
     decoded = []
     decode = chat.decode
     monkeypatch.setattr(chat, "decode", lambda ids: decoded.append(len(ids)) or decode(ids))

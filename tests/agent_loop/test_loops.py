@@ -54,7 +54,7 @@ def make_engine(*turns, **options):
     return FakeEngine(TurnScript([ids(turn) for turn in turns], opening=ids("<|im_start|>assistant\n")), **options)
 
 
-def make_loop(engine, *, tool=None, sources=(), reward=None, limits=LIMITS, stop_strings=(), tokenizer=TOKENIZER):
+def make_loop(engine, *, tool=None, sources=(), reward=None, limits=LIMITS, tokenizer=TOKENIZER):
     """A loop with a tool, by default one that replies 42, or with those of the sources."""
     tools = [*([tool] if tool else []), *(tool for source in sources for tool in source.tools)]
     tools = tools or [FakeTool(behave=lambda _: "42")]
@@ -65,7 +65,6 @@ def make_loop(engine, *, tool=None, sources=(), reward=None, limits=LIMITS, stop
             end_of_turn=END_OF_TURN,
             tools=[describe_tool(tool) for tool in tools],
             stop_tokens=(PAD, TURN_START),
-            stop_strings=stop_strings,
         ),
         tools=ToolRunner(tools, timeout_s=limits.tool_timeout_s),
         tool_sources=list(sources),
@@ -75,10 +74,10 @@ def make_loop(engine, *, tool=None, sources=(), reward=None, limits=LIMITS, stop
     )
 
 
-def make_single_turn(engine, *, reward=None, stop_strings=("</answer>",)):
+def make_single_turn(engine, *, reward=None):
     return SingleTurnLoop(
         engine=engine,
-        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN, stop_strings=stop_strings),
+        chat=Chat(TOKENIZER, end_of_turn=END_OF_TURN),
         reward=reward or FakeReward(),
         limits=LIMITS,
         sampling=SamplingConfig(),
@@ -291,24 +290,6 @@ async def test_observation_of_a_turn_without_tokens_is_not_trained():
     assert len(trajectory.sequences()[-1].token_ids) == PROMPTED + CALLED
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-async def test_stop_string_inside_a_token_ends_the_turn_and_its_call_is_made(interrupted):
-    tool = FakeTool(behave=lambda _: "42")
-    spoken = f"{CALL} and now I make up a reply: 43"
-    schedule = [Interruption(after=n, load=n) for n in (3, 4, 5)] if interrupted else ()
-    engine = make_engine(turn(spoken), turn(ANSWER), interruptions=schedule)
-    trajectory = await roll(engine, tool=tool, stop_strings=("</tool_call> and",))
-    assert len(tool.calls) == 1
-    assert sampled_text(trajectory) == f"{CALL} and{turn(ANSWER)}"
-    assert f"and{END_OF_TURN}\n<|im_start|>user\n<tool_response>\n42" in text_of(trajectory)
-    assert trajectory.stop_reason is StopReason.STOP
-
-
-async def test_stop_string_without_a_call_ends_the_trajectory():
-    trajectory = await roll(make_engine(turn(ANSWER + " more")), stop_strings=("</answer>",))
-    assert (trajectory.stop_reason, sampled_text(trajectory)) == (StopReason.STOP, ANSWER)
-
-
 @pytest.mark.parametrize("in_tool", [True, False])
 async def test_cancelled_rollout_frees_tool_and_engine_and_keeps_complete_turns(in_tool):
     engine, tool = make_engine(turn(CALL), token_s=0.0 if in_tool else 30.0), FakeTool(seconds=30)
@@ -387,9 +368,9 @@ def rebuilt(records):
     [
         (make_loop, TOOL_USE),
         (lambda engine: make_loop(engine, limits=SHORT_TURNS), (turn(CALL), "x" * 90)),
-        (make_single_turn, (turn("6 times 7 is 42, so " + ANSWER + " and"),)),
+        (make_single_turn, (turn("6 times 7 is 42, so " + ANSWER),)),
     ],
-    ids=["tools", "budget-per-turn", "stop-string"],
+    ids=["tools", "budget-per-turn", "single-turn"],
 )
 async def test_rollout_resumes_after_any_record_without_resampling_a_token(make, turns):
     records, pieces = [], [Interruption(after=n) for n in (5, 4, 7, 3) * 30]
@@ -402,8 +383,7 @@ async def test_rollout_resumes_after_any_record_without_resampling_a_token(make,
         tokens, sampled = len(held), held.num_sampled
         found = await recorded(make(engine), held, more)
         assert all(len(request.token_ids) >= tokens for request in engine.requests)
-        beyond = 0 if sampled == whole.num_sampled else len(ids(turns[-1])) - whole.turns[-1].num_sampled
-        assert engine.num_tokens == whole.num_sampled - sampled + (beyond if make is make_single_turn else 0), cut
+        assert engine.num_tokens == whole.num_sampled - sampled, cut
         assert found.token_ids().tolist() == whole.token_ids().tolist()
         assert behaviour_logprobs(found).tolist() == behaviour_logprobs(whole).tolist()
         assert found.sequences()[-1].routed_experts.tolist() == true_rows(found).tolist()

@@ -353,7 +353,7 @@ async def test_failure_of_the_engines_fails_the_session():
     session, _, _ = started(fail=lambda _request: EngineError("no engine"))
     with pytest.raises(SessionFailed):
         await session.answer(request(user("a")))
-    await asyncio.wait_for(session.until_failed(), 1)
+    await asyncio.wait_for(session.failed.wait(), 1)
     assert str(session.failure) == "no engine"
     with pytest.raises(SessionFailed):
         await session.answer(request(user("b")))

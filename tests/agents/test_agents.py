@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent_loop.loop import TurnLimits
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions
 from agent_loop.programs.program import command
 from tests.agent_loop.endpoint.test_programs import ASK, roll
 from tests.agent_loop.test_session import Answers

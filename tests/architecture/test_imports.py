@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("message_queue", "agent_loop", "async_rl", "recipes")
 MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
 IMPORTED_ONLY_IN = {
-    "omegaconf": {"async_rl/config.py"},
-    "hydra": {"async_rl/config.py", "async_rl/run.py", "recipes/staleness/experiment.py"},
+    "omegaconf": {"async_rl/config/compose.py"},
+    "hydra": {"async_rl/config/compose.py", "async_rl/run.py", "recipes/staleness/experiment.py"},
 }
 HEAVY = {"ray", "torch", "megatron", "vllm", "sglang", "transformers", "tensordict", "hydra", "omegaconf"}
 SERVER_SIDE = ("async_rl/inference/sglang/plugin/", "async_rl/compat/sglang/")  # in the virtualenv of the SGLang server

@@ -41,6 +41,6 @@ def test_an_installed_run_finds_its_configs_and_recipes(installed, tmp_path):
     (tmp_path / "recipes" / "__init__.py").touch()
     command = [sys.executable, "-c", START]
     found = subprocess.check_output(command, cwd=tmp_path, env=environment_of(installed), text=True)
-    config = str(installed / "async_rl" / "config.py")
+    config = str(installed / "async_rl" / "config" / "__init__.py")
     modules = ["async_rl.recipes.calculator.task", "async_rl.recipes.math.sample_task"]
     assert found.split() == [config, modules[0], config, modules[1]]

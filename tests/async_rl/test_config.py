@@ -11,6 +11,7 @@ import yaml
 
 from async_rl.config import CONFIGS, RECIPES, ConfigError, RunConfig, load_config, recipe_overrides
 from async_rl.files.config_classes import with_defaults
+from async_rl.files.masking import dotted
 from tests.helpers import tiny_models
 from tests.helpers.losses import LOSSES, NAMES, OWN_FIELDS
 
@@ -64,14 +65,6 @@ def test_overrides_that_have_an_effect_are_accepted(overrides):
     load_config(overrides.split())
 
 
-def dotted(values, prefix=""):
-    """Dotted name -> value, of a nested mapping."""
-    found = {}
-    for key, value in values.items():
-        found |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
-
-
 def without(values, name):
     """A nested mapping without the value of a dotted name."""
     first, _, rest = name.partition(".")
@@ -92,9 +85,10 @@ def test_a_preset_holds_only_values_that_differ_from_the_defaults(group, name):
     values.pop("defaults", None)
     values = values if group in ("", *OF_SEVERAL) else {group: values}
     run = yaml.safe_load((CONFIGS / "run.yaml").read_text())
-    changed_back = dotted(run) if group in ("scale", "algorithm") else {}  # may return to the default
+    changed_back = dict(dotted(run)) if group in ("scale", "algorithm") else {}  # may return to the default
     full = plain(with_defaults(RunConfig, values))
-    repeated = [key for key in dotted(values) if plain(with_defaults(RunConfig, without(values, key))) == full]
+    keys = [key for key, value in dotted(values) if value != {}]
+    repeated = [key for key in keys if plain(with_defaults(RunConfig, without(values, key))) == full]
     assert [key for key in repeated if key not in changed_back] == []
 
 
@@ -302,7 +296,7 @@ def test_paths_of_a_config_are_absolute(dense_checkpoint, monkeypatch):
             *("sync.route=folder", "sync.directory=weights", "warm_start.cache=warm", "engine.python=bin/python"),
         ]
     )
-    found = {name: value for name, value in dotted(asdict(config)).items() if isinstance(value, Path)}
+    found = {name: value for name, value in dotted(asdict(config)) if isinstance(value, Path)}
     assert {name: str(path.relative_to(dense_checkpoint)) for name, path in found.items()} == {
         "output_dir": "runs/one",
         "resume": ".",

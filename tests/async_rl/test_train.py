@@ -15,12 +15,12 @@ import async_rl
 from async_rl import Task, TaskConfig, build_task
 from async_rl.config import ConfigError, composed_values, load_config
 from async_rl.controller.interrupt import run_in_thread, stop_on_interrupt
+from async_rl.files.masking import dotted
 from async_rl.metrics import callbacks
 from async_rl.metrics.callbacks import Callbacks
 from async_rl.rollout.task import pickled_task
 from async_rl.run import config_overrides
 from tests.architecture.test_imports import ROOT
-from tests.async_rl.test_config import dotted
 from tests.async_rl.test_run import model as model  # a fixture
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
@@ -70,7 +70,7 @@ def mine(words=1, seed=0):
     ],
 )
 def test_values_arrive_in_the_config_as_they_were_given(given):
-    expected, found = dotted(given), dotted(composed_values(list(config_overrides(given))))
+    expected, found = dict(dotted(given)), dict(dotted(composed_values(list(config_overrides(given)))))
     assert {key: found[key] for key in expected} == expected
 
 

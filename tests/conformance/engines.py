@@ -16,14 +16,12 @@ from agent_loop.decoder import SegmentDecoder
 from agent_loop.engine import Engine, GenerateRequest, SamplingConfig
 from agent_loop.loop import TurnLimits
 from async_rl.inference.gate import KVPolicy
-from async_rl.inference.pool import PoolReplica
+from async_rl.inference.pool import PoolReplica, ReplicaPool
 from async_rl.inference.publisher import OnUpdate, Publisher, PublishReport
 from async_rl.weights.broadcast import VersionServer
-from async_rl.weights.snapshots import Snapshots
 from async_rl.weights.store import LocalStore
 from async_rl.weights.transport import (
     Bases,
-    Direct,
     Source,
     WeightUpdate,
     discard_updates,
@@ -37,6 +35,7 @@ from message_queue.tokens import RoutingSpec, StopReason, TokenOutput, WeightVer
 from message_queue.trajectory import ResumeRouting, Trajectory
 from tests.conformance.reference import Reference
 from tests.helpers.fakes.rollouts import RolloutsHere
+from tests.helpers.trainer_memory import HOST, TrainerMemory
 
 T = TypeVar("T")
 
@@ -48,7 +47,6 @@ MODES: dict[str, tuple[OnUpdate, KVPolicy]] = {
 }
 TIMEOUT_S = 100.0  # of one call; only a hang takes that long
 STEP_S = 0.02  # of an engine that is slowed down
-HOST = "127.0.0.1"
 VOCAB = 117
 MARKS = [pytest.mark.numerics, pytest.mark.asyncio(loop_scope="package"), pytest.mark.filterwarnings("ignore")]
 # The fake has no K/V, hence no prefix cache, no chunks of a prefill and no preemption, and a place for every request.
@@ -130,33 +128,6 @@ class RunFolder:
         if self._bases is not None:
             self._bases.published(version)
         self.written[version] = finish_update(folder, version=version, buckets=buckets, base=base)
-
-
-class TrainerMemory:
-    """Two trainer ranks that keep versions in their memory, `updates` in turn, for `sync.route=direct`."""
-
-    def __init__(self, updates: Sequence[WeightUpdate]) -> None:
-        self._updates = updates
-        self.ranks = [Snapshots(), Snapshots()]
-        self._servers = [VersionServer(HOST, held) for held in self.ranks]
-
-    def write(self, version: int) -> WeightUpdate:
-        """Keep a version, and forget those that no replica may need."""
-        source = self._updates[version % len(self._updates)]
-        numbers: list[list[int]] = [[], []]
-        for held in self.ranks:
-            held.discard(keep_version=version - 1)
-        for number, file in enumerate(update_files(source.path)):
-            self.ranks[number % 2].start(version, number, read_tensors(file)).tensors()
-            numbers[number % 2].append(number)
-        sources = (Source(s.address, tuple(n)) for s, n in zip(self._servers, numbers, strict=True))
-        weights = WeightVersion(version, source.weights.digest)
-        direct = Direct(tuple(sources), "gloo")
-        return replace(source, path=Path(f"weights-{version}"), weights=weights, direct=direct)
-
-    def close(self) -> None:
-        for server in self._servers:
-            server.close()
 
 
 class EngineUnderTest:
@@ -277,7 +248,7 @@ class EngineUnderTest:
     def update(self, version: int) -> WeightUpdate:
         """A version as the trainer would publish it."""
         if self._memory is not None:
-            return self._memory.write(version)
+            return self.keep(version)
         if self._folder is not None and version in self._folder.written:
             return self._folder.written[version]
         source = self._updates[version % len(self._updates)]
@@ -296,10 +267,19 @@ class EngineUnderTest:
 
     @contextlib.contextmanager
     def direct(self) -> Generator[TrainerMemory]:
-        """Publish from the memory of trainer ranks in this block."""
-        with contextlib.closing(TrainerMemory(self._updates)) as self._memory:
+        """Publish from the memory of two trainer ranks in this block."""
+        count = len(self._updates[0].buckets)
+        with contextlib.closing(TrainerMemory([range(0, count, 2), range(1, count, 2)])) as self._memory:
             yield self._memory
         self._memory = None
+
+    def keep(self, version: int) -> WeightUpdate:
+        """Keep a version in the memory of `direct`, and forget those that no replica may need."""
+        assert self._memory is not None
+        for held in self._memory.ranks:
+            held.discard(keep_version=version - 1)
+        files = update_files(self._updates[version % len(self._updates)].path)
+        return self._memory.publish(version, [list(read_tensors(file)) for file in files])
 
     @contextlib.contextmanager
     def folder(self, directory: Path, folder: RunFolder) -> Generator[None]:
@@ -351,7 +331,12 @@ class EngineUnderTest:
 
     def publisher(self, on_update: OnUpdate, kv: KVPolicy, *, staged: bool) -> Publisher:
         return Publisher(
-            [self.replica], on_update=on_update, kv=kv, rollouts=RolloutsHere(), staged=staged, timeout_s=TIMEOUT_S
+            ReplicaPool([self.replica]),
+            on_update=on_update,
+            kv=kv,
+            rollouts=RolloutsHere(),
+            staged=staged,
+            timeout_s=TIMEOUT_S,
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from async_rl.inference.sglang.engine import SglangReplica
 from async_rl.inference.vllm import engine as vllm
@@ -22,7 +23,7 @@ from tests.conformance.probes import CountingScript, FakeProbe, FakeTruth, Sglan
 from tests.conformance.sglang_support import SMALL_POOL
 from tests.helpers import numerics
 from tests.helpers.fakes import SPEC, FakeEngine
-from tests.helpers.tiny_models import save_checkpoint, spread_model
+from tests.helpers.tiny_models import has_vision, save_checkpoint, spread_model
 from tests.helpers.updates import write_update
 
 VLLM_KV_TOKENS = 3072
@@ -56,12 +57,18 @@ def make_models(folder: Path, architecture: Any) -> Models:
     seeds = range(3)
     paths = tuple(save_checkpoint(architecture, folder / str(seed), seed=seed) for seed in seeds)
     updates = tuple(
-        write_update(
-            folder / "updates", version=i, tensors=read_tensors(path / "model.safetensors"), bucket_bytes=BUCKET_BYTES
-        )
+        write_update(folder / "updates", version=i, tensors=_trained_tensors(path), bucket_bytes=BUCKET_BYTES)
         for i, path in enumerate(paths)
     )
-    return Models(paths, tuple(spread_model(architecture, seed=seed) for seed in seeds), updates)
+    if has_vision(architecture):
+        models = tuple(transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in paths)
+    else:
+        models = tuple(spread_model(architecture, seed=seed) for seed in seeds)
+    return Models(paths, models, updates)
+
+
+def _trained_tensors(path: Path) -> list[tuple[str, torch.Tensor]]:
+    return [(n, tensor) for n, tensor in read_tensors(path / "model.safetensors") if not n.startswith("model.visual.")]
 
 
 def small_steps(models: Models, folder: Path) -> Models:

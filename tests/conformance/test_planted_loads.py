@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from async_rl.config import FLOAT32_MAX_K3
+from async_rl.config.schema import FLOAT32_MAX_K3
 from async_rl.controller.probe import MismatchError
 from message_queue.errors import EngineError
 from tests.conformance import served

@@ -11,8 +11,7 @@ import pytest_asyncio
 
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import TurnLimits
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions
 from agent_loop.programs.program import ProgramLoop, command
 from async_rl.inference.sglang.engine import start_sglang
 from async_rl.weights.model_info import read_model_info

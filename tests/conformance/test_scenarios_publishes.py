@@ -187,12 +187,12 @@ async def test_an_engine_keeps_no_view_of_the_files_that_it_loaded(tested, stage
 async def test_a_bucket_that_a_trainer_rank_has_damaged_or_lost_is_refused_and_the_next_version_serves(tested):
     with tested.direct() as memory:
         await tested.publish(version=1)
-        damaged = memory.write(2)
+        damaged = tested.keep(2)
         memory.ranks[1].bucket("weights-2", 1).data[0] ^= 1
         await tested.replica.pause()
         with pytest.raises(EngineError, match=r"bucket 1 .* but .* was published"):
             await tested.replica.load(damaged)
-        lost = memory.write(3)
+        lost = tested.keep(3)
         memory.ranks[0].discard(keep_version=4)
         with pytest.raises(DeliveryError, match="bucket 0 of weights-3 did not come from"):
             await tested.replica.load(lost)
@@ -239,7 +239,7 @@ async def test_a_direct_load_that_is_cut_before_its_first_bucket_leaves_an_engin
     tested, monkeypatch
 ):
     with tested.direct() as memory:
-        cut = memory.write(2)
+        cut = tested.keep(2)
         after_check(monkeypatch, cut, lambda: memory.ranks[0].discard(keep_version=3))
         await tested.replica.pause()
         with pytest.raises(DeliveryError, match="bucket 0 of weights-2 did not come from"):

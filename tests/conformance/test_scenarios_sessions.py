@@ -18,8 +18,7 @@ import pytest_asyncio
 from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.program import ProgramLoop
 from async_rl.inference.sglang.engine import start_sglang

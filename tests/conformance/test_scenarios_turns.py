@@ -46,7 +46,7 @@ class CallingChat(Chat):
         del turn
         return '<tool_call>{"name": "tool", "arguments": {}}</tool_call>'
 
-    def finished(self, turn):
+    def ends_turn(self, turn):
         return int(turn[-1]) in self.stop_token_ids
 
 

@@ -61,11 +61,13 @@ async def test_a_request_that_no_engine_can_serve_is_refused(tested, changes, fi
         await tested.replica.score(ScoreRequest(**fields))
 
 
-async def test_a_cancelled_request_leaves_the_engine(tested):
-    work = asyncio.create_task(tested.replica.score(ScoreRequest(request_id="gone.", token_ids=tokens(300))))
+async def test_a_cancelled_request_leaves_the_engine_and_one_with_a_longer_id_stays(tested):
+    ids = ("score-1", "score-10")
+    gone, stays = (
+        asyncio.create_task(tested.replica.score(ScoreRequest(request_id=name, token_ids=tokens(300)))) for name in ids
+    )
     await asyncio.sleep(0)
-    work.cancel()
+    gone.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await work
-    again = await tested.replica.score(ScoreRequest(request_id="next.", token_ids=tokens(9)))
-    assert len(again) == 8
+        await gone
+    assert len(await stays) == 299

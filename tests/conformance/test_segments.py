@@ -304,7 +304,7 @@ def body(**fields):
 
 def test_a_request_to_sglang_asks_for_missing_rows_only():
     made = body(stop_token_ids=(3,), cache_salt="v7", sampling=SamplingConfig(temperature=0.5))
-    assert (made["rid"], made["input_ids"], made["extra_key"]) == ("a#0.", [0, 1, 2, 3, 4], "v7")
+    assert (made["input_ids"], made["extra_key"]) == ([0, 1, 2, 3, 4], "v7")
     assert (made["return_routed_experts"], made["routed_experts_start_len"]) == (True, 2)
     assert "return_sampling_mask" not in made
     params = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": [3]}

@@ -12,7 +12,13 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max
 YARN |= {"beta_fast": 32, "beta_slow": 1}
 MODELS = {
     **{family: partial(tiny_models.tiny_config, family, num_hidden_layers=3) for family in tiny_models.FAMILIES},
-    "qwen3_next": lambda: tiny_models.qwen3_next_config(num_hidden_layers=3, full_attention_interval=3),
+    **{
+        family: partial(tiny_models.tiny_config, family, num_hidden_layers=3, full_attention_interval=3)
+        for family in ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+    },
+    "qwen3_5_moe_text-vision": lambda: tiny_models.with_vision(
+        "qwen3_5_moe_text", num_hidden_layers=2, full_attention_interval=2
+    ),
     "deepseek_v3": lambda: tiny_models.deepseek_v3_config(**SMALL_LATENT),
     "deepseek_v3-yarn-whole-query": lambda: tiny_models.deepseek_v3_config(
         **{**SMALL_LATENT, "q_lora_rank": None, "n_shared_experts": 2},

@@ -65,7 +65,7 @@ def test_the_limit_of_packing_is_that_of_the_trained_micro_batches(checkpoint, m
     batch = training_batch_of(make_batch())
     trainer = start_trainer(checkpoint, packing=False, micro_batch_tokens=2048)
     plan = trainer._planner.whole(batch)
-    rows = [mb.context.rows.index for mb in trainer._micro_batches(plan, plan.updates[0])]
+    rows = [mb.context.rows.index for mb in trainer._micro_batches(plan.batch, plan.updates[0])]
     trainer.close()
     real, computed = sum(int((index >= 0).sum()) for index in rows), sum(len(index) for index in rows)
     lengths = batch.lengths.tolist()

@@ -14,6 +14,7 @@ from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.critic.gae import GAE
 from async_rl.trainer.critic.value_head import ValueHead, ValueTerm
 from async_rl.trainer.loss.losses import DecoupledPPO
+from async_rl.trainer.model.flops import train_operations
 from async_rl.trainer.model.model import LoraConfig
 from async_rl.trainer.state.checkpoint import TrainerCheckpointError
 from async_rl.trainer.state.optimizer import OptimizerConfig
@@ -175,6 +176,17 @@ def test_the_critic_learns_and_makes_its_steps_for_each_mini_batch(critic_traine
     assert metrics[-1]["critic/loss"] < 0.8 * metrics[0]["critic/loss"]
     assert metrics[-1]["critic/explained_variance"] > 0.1
     assert all(m["critic/lr"] == ADAM.lr and m["critic/grad_norm"] > 0 for m in metrics)
+
+
+def test_the_operations_of_a_step_are_those_of_policy_and_own_trunk(critic_trainer):
+    speeds = []
+    for critic in (SHARED, replace(OWN, updates=2)):
+        trainer = critic_trainer(critic)
+        plan = trainer._planner.policy(training_batch_of(make_batch(), advantage=GAMMA_LAM))
+        speeds.append(trainer.throughput(plan, seconds=1.0)["throughput/train_tflops"])
+    (update,) = plan.updates
+    once = train_operations(trainer.model.shape, update.runs, num_loss_tokens=0, lora=LoraConfig())
+    assert speeds[1] - speeds[0] == pytest.approx(2 * once / 1e12)
 
 
 def test_the_own_trunk_leaves_the_policy_alone(critic_trainer):

@@ -43,6 +43,7 @@ IN_CONFORMANCE = ("qwen3_moe",)  # tests/conformance has every test for it
 ROUTED = [name for name, family in TRAINED.items() if family.expert_weights and name not in IN_CONFORMANCE]
 FAMILIES = {
     **{f"vllm-{family}": partial(tiny_models.tiny_config, family, **CHANGES.get(family, {})) for family in ROUTED},
+    "vllm-qwen3_5_moe_text": partial(tiny_models.with_vision, "qwen3_5_moe_text"),
     "vllm-mixtral": sglang_support.mixtral,
     "vllm-deepseek_v3-mtp": tiny_models.deepseek_v3_config,
     "vllm-glm4_moe-mtp": tiny_models.glm4_moe_config,
@@ -53,6 +54,7 @@ DENSE = {  # family -> (K/V at an update, tied embeddings, staged update)
     **{name: ("keep", False, False) for name, family in TRAINED.items() if not family.expert_weights},
     "qwen3": ("recompute", True, False),
     "llama": ("keep", True, True),
+    "qwen3_5_text": ("recompute", True, True),
 }
 
 
@@ -89,7 +91,7 @@ async def test_a_family_agrees_free_forced_updated_and_resumed(family, tmp_path,
     model = family.removeprefix(f"{engine}-").removesuffix("-mtp")
     if "mlp.router.expert_bias" in TRAINED[model].layer_weights:  # as shipped, with a layer that serves for drafts
         tiny_models.add_prediction_layer(models.paths[0], repeats=with_drafts)
-    elif model == "qwen3_next":
+    elif model in ("qwen3_next", "qwen3_5_moe_text"):
         tiny_models.add_mtp_weights(models.paths[0])
     async with serving(engine, models, monkeypatch, **changes) as tested:
         await asyncio.gather(*(tested.ask(f"free-{i}", ids) for i, ids in enumerate(prompts(5, length=30, step=40))))

@@ -119,7 +119,7 @@ def test_speed_is_that_of_the_forwarded_sequences_on_each_rank(checkpoint):
         num_loss_tokens=int(batch.num_loss_tokens[:4].sum()),
         lora=LoraConfig(),
     )
-    with mock.patch.object(trainer, "_config", replace(TRAINER, ranks=4)):
+    with mock.patch.object(trainer, "_config", replace(TRAINER, ranks=4, peak_flops=1e9)):
         found = trainer.throughput(plan, seconds=2.0)
     assert found == {
         "throughput/train_tflops": pytest.approx(operations / 8e12),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.families import FAMILIES, read_shape
@@ -75,7 +75,8 @@ def test_recording_and_replaying_in_the_trainer_equals_the_live_router(case):
 
 
 def test_weights_survive_the_way_through_megatron_bit_for_bit(case):
-    assert_same(exported(case.start()), saved(case.checkpoint))
+    trained = {name: weight for name, weight in saved(case.checkpoint).items() if not name.startswith("model.visual.")}
+    assert_same(exported(case.start()), trained)
 
 
 def test_an_exported_checkpoint_loads_in_transformers(case, tmp_path):
@@ -90,7 +91,7 @@ def test_an_exported_checkpoint_loads_in_transformers(case, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     (tmp_path / "config.json").write_bytes((case.checkpoint / "config.json").read_bytes())
     reference = load_reference(tmp_path)
-    loaded = checkpoint_names(reference.config.model_type, reference.state_dict())
+    loaded = checkpoint_names(reference, reference.state_dict())
     assert all(torch.equal(loaded[name], weight) for name, weight in weights.items())
     expected = expected_step(tmp_path, batch, routed=case.layers > 0)
     mask = batch["loss_mask"]
@@ -109,6 +110,21 @@ def test_the_correction_bias_stays_float32_in_a_bfloat16_model(case):
     assert all(weight.dtype == torch.bfloat16 for name, weight in ours.items() if not name.endswith(bias))
     for layer in trainer.model.chunks[0].decoder.layers[1:]:
         assert not layer.mlp.router.local_tokens_per_expert.any()
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_moe_text-vision"], indirect=True)
+def test_decay_rates_stay_float32_in_a_bfloat16_model(case):
+    theirs, batch = saved(case.checkpoint), case.batch()
+    trainer = case.start(dtype="bfloat16", optimizer=OptimizerConfig(lr=1e-5))
+    start = exported(trainer)
+    trainer.train(batch)
+    for name, weight in exported(trainer).items():
+        if name.endswith("A_log"):
+            assert torch.equal(start[name], theirs[name])
+            assert not torch.equal(weight, start[name])
+            assert torch.equal(weight.bfloat16(), start[name].bfloat16()), "bfloat16 would lose this update"
+        else:
+            assert weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -131,11 +147,12 @@ ADDED = {
     "deepseek_v3": tiny_models.add_prediction_layer,
     "glm4_moe": tiny_models.add_prediction_layer,
     "qwen3_next": tiny_models.add_mtp_weights,
+    "qwen3_5_moe_text-vision": tiny_models.add_mtp_weights,
 }
 
 
 @pytest.mark.parametrize("family", ADDED)
-def test_layers_for_multi_token_prediction_are_exported_unchanged(tmp_path, family):
+def test_tensors_that_are_not_trained_are_exported_unchanged(tmp_path, family):
     checkpoint = tiny_models.save_checkpoint(MODELS[family](), tmp_path / "start", seed=1)
     plain = saved(checkpoint)
     carried = ADDED[family](checkpoint)
@@ -143,7 +160,8 @@ def test_layers_for_multi_token_prediction_are_exported_unchanged(tmp_path, fami
     keep_model_files(checkpoint, tmp_path / "model")
     trainer.save_pretrained(tmp_path / "final", like=tmp_path / "model")
     assert_same(saved(tmp_path / "final"), plain | carried)
-    AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    auto = AutoModelForImageTextToText if family.endswith("-vision") else AutoModelForCausalLM
+    assert not auto.from_pretrained(tmp_path / "final", output_loading_info=True)[1]["missing_keys"]
 
 
 qwen3 = tiny_models.qwen3_dense_config

@@ -174,7 +174,7 @@ def test_the_reference_of_the_kl_term_is_the_start_checkpoint(model):
         assert torch.equal(trainer.logprobs(batch), plain.logprobs(batch))
     assert not torch.equal(trainer.logprobs(batch), plain.logprobs(batch))
     adapters = sum(tensor.numel() for tensor in exported(trainer, adapters=True).values())
-    assert sum(tensor.numel() for tensor in trainer._reference._saved) < 1.01 * adapters
+    assert sum(tensor.numel() for tensor in trainer._reference._frozen.values()) < 1.01 * adapters
 
 
 @TWO_FAMILIES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from async_rl.trainer.batch.routed_experts import BatchError
-from async_rl.trainer.export import export_update
+from async_rl.trainer.batch.training_batch import BatchError
+from async_rl.trainer.export import VersionWriter
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.state.optimizer import OptimizerConfig
 from async_rl.weights.group import received
@@ -79,12 +79,17 @@ def test_a_trainer_overwrites_the_files_of_removed_versions(checkpoint, tmp_path
         assert (used[3], used[4]) == (used[1], used[2])
 
 
+def complete_version(training, folder, version):
+    writer = VersionWriter(training._versions.source, training._groups, delta=False, host=None, direct=None)
+    return writer.write(folder, version=version, keep_version=version)
+
+
 def test_a_trainer_keeps_the_weights_of_versions_that_engines_receive(checkpoint, tmp_path):
     training = start_trainer(checkpoint, direct="gloo")
     expected = {}
     for version in (1, 2, 3):
         update = training.export(tmp_path, version=version, keep_version=version - 1)
-        complete = export_update(training._versions.source, tmp_path, version=version, keep_version=version)
+        complete = complete_version(training, tmp_path, version)
         assert update.weights == complete.weights and update.buckets == complete.buckets
         expected[update] = dict(read_update(complete.path))
         training.train(make_batch())
@@ -102,7 +107,7 @@ def test_a_trainer_publishes_changes_that_a_node_turns_into_its_weights(trainer,
     folder, whole, store = tmp_path / "changes", tmp_path / "whole", LocalStore(tmp_path / "node")
     for version in (1, 2, 3):
         update = changing.export(folder, version=version, keep_version=version - 1)
-        complete = export_update(changing._versions.source, whole, version=version, keep_version=version)
+        complete = complete_version(changing, whole, version)
         store.fetch(update.path)
         assert update.weights == complete.weights
         assert_same(*(dict(read_update(path)) for path in (store.local(update.path), complete.path)))

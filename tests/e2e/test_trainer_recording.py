@@ -12,12 +12,13 @@ from async_rl.trainer.batch.training_batch import RecordedGroups
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.recording import RecordingError, RolloutRecorder
 from async_rl.trainer.state.optimizer import OptimizerConfig
-from message_queue.contract import Batch
 from message_queue.heads import head_of
+from message_queue.queue import Batch
 from message_queue.tokens import StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers import numerics
+from tests.helpers.losses import batch_config
 from tests.parallel.support import MARKS, VOCAB, start_trainer
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("owner")]
@@ -97,10 +98,8 @@ def prepared(made):
     batch = prepare(
         Batch(groups=heads, update=UPDATE, version_updates=versions, min_update=MIN_UPDATE),
         [content_of(group) for group in made],
-        advantage=GRPO(),
+        batch_config(advantage=GRPO(), updates=2),
         version_updates=versions,
-        retained_kv=False,
-        updates_per_batch=2,
     ).batch
     return replace(batch, recorded=recorded_groups(heads, trajectories=64, seed=0, train_step=UPDATE + 2))
 

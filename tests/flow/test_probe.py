@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from async_rl.config import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, MismatchConfig
+from async_rl.config.schema import FLOAT32_MAX_K3, HALF_LEAST_K3, HALF_MAX_K3, MismatchConfig
 from async_rl.controller.parts import StageError
 from async_rl.controller.probe import FIRST_PROBES, MismatchError, Probe, k3_of_replicas
 from async_rl.inference.pool import ReplicaPool

@@ -42,13 +42,13 @@ def valued_tokens(trainer, batch):
     """Values, advantages and returns [N] of the tokens of a batch of one update, of all ranks; collective."""
     plan = trainer._planner.policy(batch)
     (update,) = plan.updates
-    policy = trainer._micro_batches(plan, update)
-    plan, _ = trainer._critic.value(plan, [(update, policy)])
+    policy = trainer._micro_batches(batch, update)
+    plan, _ = trainer._critic.value(plan, [policy])
     passes, ours = trainer._critic._passes, trainer._critic._planned[update]
     found = {}
     for name, results in (("values", ours.results), ("advantages", policy.results), ("returns", ours.results)):
         columns = [each.columns[name] for each in results] if passes.counts_tokens else []
-        found[name] = passes.of_update(update, ours, columns)
+        found[name] = passes.of_update(ours, columns)
     return SimpleNamespace(plan=plan, **found)
 
 
@@ -98,6 +98,6 @@ def reference_update(checkpoint, batch, head, *, truncated=()):
         values=start,
         advantages=advantages,
         returns=returns,
-        trunk=checkpoint_names(model.config.model_type, grads),
+        trunk=checkpoint_names(model, grads),
         head={"weight": weight.grad, "bias": bias.grad},
     )

@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import get_args
 
+from async_rl.simulator.scenario import run_config
 from async_rl.trainer.batch.baselines import AdvantageConfig
 from async_rl.trainer.loss.losses import LossConfig, PolicyLoss
 
@@ -25,3 +26,18 @@ OWN_FIELDS = {
 def make_loss(name, *, bounds=None, **changes):
     """The loss `name` with `changes`, and with those of `bounds` that it has a field for."""
     return LOSSES[name](**({f: v for f, v in (bounds or {}).items() if f in OWN_FIELDS[name]} | changes))
+
+
+def batch_config(*, advantage, updates=1, seed=0):
+    """The config of a run whose batches have `updates` optimizer steps."""
+    return run_config(
+        {
+            "advantage": advantage,
+            "seed": seed,
+            "total_train_steps": updates,
+            "trainer.updates_per_batch": updates,
+            "sync.every": updates,
+            "staleness.max_staleness": updates,
+            "rollout.groups_per_batch": 4,
+        }
+    )

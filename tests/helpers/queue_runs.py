@@ -4,10 +4,9 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from message_queue.contract import Batch
 from message_queue.ledger import Drop, DropKind
 from message_queue.policies import StalenessConfig, build_policy
-from message_queue.queue import TrajectoryQueue
+from message_queue.queue import Batch, TrajectoryQueue
 from message_queue.recovery import JournalPlace, open_queue, state_of_checkpoint
 from tests.helpers.groups import head_for
 

@@ -68,7 +68,7 @@ def test_one_wrong_row_of_routing_is_ten_logprob_bounds_off(model):
     at = np.arange(1, len(ids))
     for layer in range(expected.experts.shape[1]):
         rows = expected.experts.copy()
-        rows[20, layer] = (rows[20, layer] + 1) % 8
+        rows[20, layer] = np.setdiff1d(np.arange(8), rows[20, layer])[: rows.shape[2]]
         wrong = reference(model, ids, forced=rows).logprobs[at - 1, ids[at]]
         assert logprob_gap(expected, ids, wrong, start=1) > 10
 
@@ -108,13 +108,3 @@ def test_one_wrong_row_of_routing_is_ten_gradient_bounds_off(trained):
     assert abs(wrong.loss - expected.loss) > 10 * expected.loss_bound
     with pytest.raises(AssertionError, match="distance"):
         assert_equal_gradients(wrong.gradients, expected)
-
-
-def test_a_bound_is_not_met_by_a_number_that_is_not_one():
-    with pytest.raises(AssertionError):
-        numerics.assert_within(float("nan"), 1.0)
-
-
-def test_the_error_of_equal_values_is_that_of_storing_them():
-    values = torch.tensor([1.0, -4.0])
-    assert numerics.error(values, values.double()) == 2 * numerics.EPSILON

@@ -38,6 +38,10 @@ ROPE = {"original_max_position_embeddings": 256, "factor": 8.0}
 LLAMA3 = {**ROPE, "rope_type": "llama3", "rope_theta": 1e4, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {**ROPE, "rope_type": "yarn", "rope_theta": 150000.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LINEAR = {
+    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
+}
 FAMILIES = {
     "llama": {"rope_parameters": LLAMA3},
     "qwen2": {},
@@ -46,8 +50,12 @@ FAMILIES = {
     "qwen3_moe": {**QWEN_EXPERTS, "norm_topk_prob": True, "head_dim": 32},
     "qwen3_next": {
         **{**QWEN_EXPERTS, "mlp_only_layers": [], "norm_topk_prob": True, "shared_expert_intermediate_size": 96},
-        **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-        **{"linear_key_head_dim": 16, "linear_value_head_dim": 24},
+        **LINEAR,
+    },
+    "qwen3_5_text": {**LINEAR, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {
+        **{**LINEAR, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+        **{"shared_expert_intermediate_size": 96, "intermediate_size": None},
     },
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
@@ -73,6 +81,11 @@ def tiny_config(family: str, **changes: Any) -> Any:
     return transformers.AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
 
 
+def has_vision(config: Any) -> bool:
+    """Whether the config is that of a model with a vision tower."""
+    return hasattr(config, "vision_config")
+
+
 qwen2_config = partial(tiny_config, "qwen2")
 qwen2_moe_config = partial(tiny_config, "qwen2_moe")
 qwen3_dense_config = partial(tiny_config, "qwen3")
@@ -86,10 +99,20 @@ deepseek_v3_config = partial(tiny_config, "deepseek_v3")
 gpt_oss_config = partial(tiny_config, "gpt_oss")
 
 
+def with_vision(family: str, **changes: Any) -> Any:
+    """The tiny config of a family as the text part of a model with a vision tower."""
+    text = tiny_config(family, **changes).to_dict()
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4}
+    vision |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}
+    outer = {"tie_word_embeddings": text["tie_word_embeddings"], "vision_config": vision}
+    return transformers.AutoConfig.for_model(family.removesuffix("_text"), text_config=text, **outer)
+
+
 def spread_model(config: Any, *, seed: int, vectors: bool = False) -> Any:
     """A float32 model of `config` with wide random weights; `vectors`: norms and biases are random too."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    auto = transformers.AutoModelForImageTextToText if has_vision(config) else transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("sinks"):
@@ -161,9 +184,11 @@ def add_mtp_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
         its tensors.
     """
     weights = load_file(checkpoint / "model.safetensors")
-    hidden = len(weights["model.norm.weight"])
-    last = max(int(name.split(".")[2]) for name in weights if name.startswith("model.layers."))
-    prefix = f"model.layers.{last}."
+    model = "model.language_model" if "model.language_model.norm.weight" in weights else "model"
+    hidden = len(weights[f"{model}.norm.weight"])
+    layers = f"{model}.layers."
+    last = max(int(name.removeprefix(layers).split(".")[0]) for name in weights if name.startswith(layers))
+    prefix = f"{layers}{last}."
     added = {
         name.replace(prefix, "mtp.layers.0."): weight + 1 for name, weight in weights.items() if name.startswith(prefix)
     }

@@ -6,7 +6,6 @@ import numpy as np
 
 from async_rl.trainer.batch.advantage import Advantages
 from async_rl.trainer.batch.training_batch import training_batch
-from async_rl.trainer.planning import BatchPlan
 from message_queue.heads import head_of
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import content_of
@@ -76,7 +75,7 @@ def routed_by(trainer, batch, numbers):
     for number in numbers:
         (update,) = trainer._planner.whole(batch).updates
         alone = replace(update, micro_batches=[[[number]]])
-        micro_batches = trainer._micro_batches(BatchPlan(batch=batch, updates=[alone]), alone, replay="R2")
+        micro_batches = trainer._micro_batches(batch, alone, replay="R2")
         trainer._forward_backward.logprobs(micro_batches)
         group, trajectory, at = batch.index[number].tolist()
         sequence = contents[group][trajectory][at]

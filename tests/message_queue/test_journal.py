@@ -12,7 +12,6 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from message_queue.contract import QueueSnapshot
 from message_queue.errors import (
     JournalBroken,
     JournalBusy,
@@ -23,6 +22,7 @@ from message_queue.errors import (
 )
 from message_queue.journal import FILE, FORMAT, JournalConfig, check_owner
 from message_queue.ledger import Drop, DropKind
+from message_queue.state import QueueSnapshot
 from tests.helpers.groups import head_for
 from tests.helpers.queue_runs import CALLS, Drive, copied, opened, reopened
 

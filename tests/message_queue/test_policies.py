@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from message_queue.contract import QueueSnapshot
 from message_queue.heads import GroupHead, head_of
 from message_queue.ledger import Drop, DropKind
-from message_queue.state import GroupState
+from message_queue.state import GroupState, QueueSnapshot
 from message_queue.tokens import StopReason
 from tests.helpers.groups import group_for, head_for, segment, trajectory
 from tests.helpers.queue_runs import CALLS, Drive, make_queue
@@ -21,7 +20,7 @@ def closes(snapshot):
     return (snapshot.ledger.error, snapshot.ledger.token_error) == (0, 0)
 
 
-async def test_recycle_drops_a_prompt_after_max_requeues():
+async def test_recycle_drops_a_prompt_after_max_requeues_or_a_failed_rollout():
     queue = make_queue(s=0, b=1, policy="recycle", max_requeues=2)
     for _ in range(3):
         admission = await queue.admit(5)
@@ -31,6 +30,8 @@ async def test_recycle_drops_a_prompt_after_max_requeues():
     assert snapshot.ledger.reasons == {DropKind.REQUEUED: 2, DropKind.EXPIRED: 1}
     assert (snapshot.waiting, snapshot.requeues) == ((), {})
     assert "staleness.max_requeues" in (await queue.records_after(0))[-1]["reason"]
+    await queue.drop((await queue.admit(6)).group, reason=Drop(DropKind.ROLLOUT_FAILED, "no judge"))
+    assert (await queue.snapshot()).waiting == ()
 
 
 @pytest.mark.parametrize(
@@ -72,13 +73,6 @@ async def test_take_looks_at_the_groups_of_its_batch_and_at_those_that_expire(po
         counts.append(len(looked_at))
         assert len(queue._state.ready) == ready - 2 - expired
     assert counts[0] == counts[1] <= 2 + expired + 1
-
-
-async def test_recycle_does_not_repeat_a_failed_rollout():
-    queue = make_queue(policy="recycle")
-    admission = await queue.admit(0)
-    await queue.drop(admission.group, reason=Drop(DropKind.ROLLOUT_FAILED, "no judge"))
-    assert (await queue.snapshot()).waiting == ()
 
 
 async def test_snapshot_has_requeued_prompts_and_their_counts():

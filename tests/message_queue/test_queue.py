@@ -6,11 +6,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from message_queue.contract import QueueSnapshot
 from message_queue.errors import ContractError, QueueClosed, QueueError, StalenessError
 from message_queue.heads import head_of
 from message_queue.ledger import Drop, DropKind
 from message_queue.policies import WaitPolicy
+from message_queue.state import QueueSnapshot
 from message_queue.tokens import StopReason
 from message_queue.trajectory import Admission
 from tests.helpers.groups import group_for, head_for, segment, trajectory
@@ -114,11 +114,6 @@ async def test_put_of_a_group_dropped_meanwhile_is_refused():
     assert (await queue.snapshot()).ledger.error == 0
 
 
-def test_max_ready_is_at_least_a_batch():
-    with pytest.raises(ValueError, match="max_ready"):
-        make_queue(max_ready=1)
-
-
 async def test_queue_refuses_unknown_groups_and_heads_that_do_not_match():
     queue = make_queue(s=4)
     await fill(queue, 2)
@@ -188,9 +183,11 @@ async def test_close_wakes_every_waiter_and_counts_the_groups_left():
     admitting = await waits(queue.admit(4))
     putting = await waits(queue.put(head_for(third)))
     expiring = await waits(queue.wait_expired())
-    await queue.close()
-    await queue.close()
-    for waiting in (admitting, putting, expiring):
+    empty = make_queue()
+    taking = await waits(empty.take())
+    for closed in (queue, queue, empty):
+        await closed.close()
+    for waiting in (admitting, putting, expiring, taking):
         with pytest.raises(QueueClosed):
             await waiting
     assert len((await queue.take()).groups) == 2  # a complete batch is still handed out
@@ -200,14 +197,6 @@ async def test_close_wakes_every_waiter_and_counts_the_groups_left():
     assert await queue.drop(fourth.group, reason=WHY)
     total = (await queue.closing_records(0))[-1]
     assert (total["open"], total["error"]) == (1, 0)
-
-
-async def test_close_wakes_a_take_that_waits():
-    queue = make_queue()
-    taking = await waits(queue.take())
-    await queue.close()
-    with pytest.raises(QueueClosed):
-        await taking
 
 
 async def test_queue_continues_from_a_snapshot():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from message_queue.policies import StalenessConfig, WaitPolicy
+from message_queue.queue import TrajectoryQueue
 
 counts = st.dictionaries(st.integers(0, 8), st.integers(0, 6), max_size=6)
 
@@ -24,6 +25,7 @@ def wait(s=1, b=2, p=1):
         ("max_staleness", lambda: wait(s=1, p=3)),
         ("batch_groups", lambda: wait(b=0)),
         ("updates_per_batch", lambda: wait(p=0)),
+        ("max_ready", lambda: TrajectoryQueue(wait(b=2), max_ready=1)),
     ],
 )
 def test_staleness_config_and_policy_refuse_impossible_values(field, make):
@@ -53,11 +55,3 @@ def test_wait_has_no_batch_before_old_open_groups_are_ready():
     assert not wait(s=1, b=2).batch_ready(young_ready, outstanding, next_update=1)
     assert wait(s=1, b=2).batch_ready({0: 1, 1: 2}, outstanding, next_update=1)
     assert wait(s=2, b=2).batch_ready(young_ready, outstanding, next_update=1)
-
-
-def test_wait_with_staleness_zero_is_synchronous_training():
-    sync = wait(s=0, b=2)
-    assert sync.admits({0: 1}, admitted_update=0, next_update=0)
-    assert not sync.admits({0: 2}, admitted_update=0, next_update=0)
-    assert not sync.admits({}, admitted_update=0, next_update=1)  # taken, weights of update 1 not loaded
-    assert sync.admits({}, admitted_update=1, next_update=1)

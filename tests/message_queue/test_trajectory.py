@@ -39,16 +39,6 @@ def test_kept_sets_are_at_the_positions_of_their_sampled_tokens():
     assert sets_of(made.sequences()[-1].support) == [[], [], [5, 9], [7], [], [], [5, 6, 7]]
 
 
-def test_kept_sets_of_a_split_are_those_of_each_sequence():
-    made = opened(2, mode="split")
-    made.extend(replace(segment(2, rows=(0, 3)), support=support_of([[0, 4], [1]])))
-    made.extend(replace(segment(2, version=1, rows=(0, 5)), support=support_of([[0], [1, 6]])))
-    assert [sets_of(each.support) for each in made.sequences()] == [
-        [[], [], [0, 4], [1]],
-        [[], [], [], [], [0], [1, 6]],
-    ]
-
-
 def spec(**changes):
     return RoutingSpec(**{"layers": (1, 3), "num_experts": 8, "top_k": 2} | changes)
 

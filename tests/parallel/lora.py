@@ -61,4 +61,4 @@ def add_adapters(model, adapters, *, scale):
     assert set(names.values()) == set(adapters)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
-    return checkpoint_names(model.config.model_type, names)
+    return checkpoint_names(model, names)

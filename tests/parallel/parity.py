@@ -129,13 +129,13 @@ def update(cell: Cell, checkpoint: Path, *, rank: int) -> dict:
 
         seen: Tensor
 
-        def _forward_and_backward(self, plan, micro_batches, objective, aux_loss_coefficient):
+        def _forward_and_backward(self, micro_batches, objective, aux_loss_coefficient):
             move_routers(self.model.chunks)
             if cell.fault:
                 FAULTS[cell.fault](self.model, micro_batches)
             found = self._forward_backward.logprobs(micro_batches)
-            self.seen = self._forward_backward.of_update(plan, micro_batches, found)
-            super()._forward_and_backward(plan, micro_batches, objective, aux_loss_coefficient)
+            self.seen = self._forward_backward.of_update(micro_batches, found)
+            super()._forward_and_backward(micro_batches, objective, aux_loss_coefficient)
 
     with fused_layers() if cell.layers == "fused" else contextlib.nullcontext():
         trainer = MovedRank(

@@ -62,6 +62,13 @@ MODELS = {
     **FAMILIES,
     "gpt_oss": tiny_models.gpt_oss_config,
     "qwen3_next": lambda: tiny_models.qwen3_next_config(full_attention_interval=2, mlp_only_layers=[0]),
+    "qwen3_5": lambda: tiny_models.with_vision(
+        "qwen3_5_moe_text",
+        num_hidden_layers=3,
+        full_attention_interval=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+    ),
 }
 
 

@@ -72,16 +72,16 @@ def check_source(model, weights):
     dist.all_gather_object(ranks, (source.plan, sent))
     assert all(plan == source.plan for plan, _ in ranks)
     of_rank = {number: (rank, tensors) for rank, (_, sent) in enumerate(ranks) for number, tensors in sent}
-    assert sum(len(sent) for _, sent in ranks) == len(of_rank) == len(source.plan.buckets) > 1
-    for bucket in source.plan.buckets:
+    assert sum(len(sent) for _, sent in ranks) == len(of_rank) == len(source.plan) > 1
+    for bucket in source.plan:
         rank, tensors = of_rank[bucket.number]
         assert rank == bucket.owner
-        assert bucket.num_bytes == sum(t.nbytes for _, t in tensors)
+        assert sum(spec.num_bytes for spec in bucket.tensors) == sum(t.nbytes for _, t in tensors)
         assert [(n, str(t.dtype), tuple(t.shape)) for n, t in tensors] == [
             (spec.name, f"torch.{spec.dtype}", spec.shape) for spec in bucket.tensors
         ]
         assert all(torch.equal(t, weights[n]) for n, t in tensors)
-    names = [spec.name for spec in source.plan.tensors]
+    names = [spec.name for bucket in source.plan for spec in bucket.tensors]
     assert sorted(names) == sorted(weights)
     received = [(name, tensor.clone()) for name, tensor in source.on_first_rank()]
     assert [name for name, _ in received] == (names if dist.get_rank() == 0 else [])
@@ -136,7 +136,7 @@ def look_at_export(trainer):
     weights = [weight for _, weight in named_weights(model.chunks)]
     held = sum(weight.numel() for weight in weights)
     source = WeightSource(model.chunks, shape=model.shape, bucket_bytes=SMALL_BUCKET)
-    units = [[sum(math.prod(t.shape) for t in unit.tensors) for unit in b.units] for b in source.plan.buckets]
+    units = [[sum(math.prod(t.shape) for t in unit) for unit in bucket.units] for bucket in source.plan]
     limit = 2 * (max(map(sum, units)) + max(map(max, units)))
     with LiveTensors(known=weights, limit=limit) as live:
         for _ in source.on_first_rank():

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -25,7 +26,7 @@ from async_rl.trainer.state.optimizer import OptimizerConfig
 from message_queue.sampling_support import SamplingSupport
 from message_queue.training_sequence import RowRun, SampledRun, TeacherScores, TrainingSequence
 from tests.conformance.reference import watched_routers
-from tests.helpers import numerics
+from tests.helpers import numerics, tiny_models
 from tests.helpers.groups import sets_of
 from tests.helpers.losses import ADVANTAGES
 from tests.helpers.tiny_models import qwen3_moe_config, save_checkpoint
@@ -200,9 +201,10 @@ def _sequence(padded, number, *, now):
         logprobs = padded["behaviour_logprobs"][number, :length].numpy()[mask]
     teacher = None
     if "teacher_logprobs" in keys and not padded["teacher_logprobs"][number].isnan().all():
-        names = ("teacher_logprobs", "teacher_ids", "teacher_top")
-        logprobs_, ids, top = (padded[n][number, :length].numpy()[mask] if n in keys else None for n in names)
-        teacher = TeacherScores(logprobs=logprobs_, ids=ids, top_logprobs=top)
+        names = [name for name in ("teacher_logprobs", "teacher_ids", "teacher_top") if name in keys]
+        scores, *top = (padded[name][number, :length].numpy()[mask] for name in names)
+        ids, top_logprobs = top or np.zeros((2, len(scores), 0))
+        teacher = TeacherScores(logprobs=scores, ids=ids, top_logprobs=top_logprobs)
     return TrainingSequence(
         teacher=teacher,
         token_ids=padded["token_ids"][number, :length].numpy().astype(np.int32),
@@ -525,15 +527,18 @@ def _step(model, batch, terms, rows):
     loss_terms = terms(batch, current, torch.stack(entropies))
     loss_terms.sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    grads = checkpoint_names(model.config.model_type, grads)
+    grads = checkpoint_names(model, grads)
     return current.detach(), loss_terms.detach(), grads, torch.stack(used)
 
 
-def checkpoint_names(family, tensors):
+def checkpoint_names(model, tensors):
     """Tensors of a transformers model by the names in its checkpoints, one for each expert."""
+    family = model.config.model_type
     if family == "gpt_oss":
         return tensors
     tensors = per_expert(tensors)
+    if model.name_or_path and tiny_models.has_vision(transformers.AutoConfig.from_pretrained(model.name_or_path)):
+        tensors = {re.sub(r"^model\.", "model.language_model.", name): tensor for name, tensor in tensors.items()}
     if family != "mixtral":
         return tensors
     old = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}

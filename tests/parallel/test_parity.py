@@ -38,6 +38,7 @@ SOUND = [
     cell("gpt_oss", "pp2-vpp2-ep2", "none", "none", "packed"),
     cell("qwen3_next", "tp2-pp2", "R3", "selective", "padded"),
     cell("qwen3_next", "cp2-ep2-dp2", "R2", "full", "padded"),
+    cell("qwen3_5", "tp2-cp2", "R2", "selective", "packed"),
     cell("gpt_oss", "tp2-cp2", "R3", "none", "padded"),
     cell("gpt_oss", "ep2-etp2", "R2", "full", "packed"),
     cell("gpt_oss", "tp4", "R3", "selective", "packed"),
@@ -67,6 +68,7 @@ TREES = [
     cell("qwen3_next", "single", "R3", "none", "packed", trees="mixed"),
     cell("qwen3_next", "cp2", "R3", "selective", "packed", trees="mixed"),
     cell("qwen3_next", "tp2-ep2-etp1", "R3", "full", "packed", trees="forks"),
+    cell("qwen3_5", "tp2-pp2", "R3", "none", "packed", trees="group"),
     cell("gpt_oss", "cp2", "R3", "selective", "packed", trees="mixed"),
     cell("gpt_oss", "tp2-pp2-vpp2", "R3", "full", "packed", trees="mixed"),
 ]
@@ -85,6 +87,7 @@ CRITICS = [
     cell("deepseek_v3", "tp2-dp2-ep2-etp1", "R3", "none", "packed", critic="own"),
     cell("qwen3_moe", "tp2-dp2-distopt", "R3", "none", "packed", critic="shared"),
     cell("gpt_oss", "pp2-vpp2-ep2", "none", "none", "packed", critic="own"),
+    cell("qwen3_5", "tp2-dp2-ep2-etp1", "R3", "none", "packed", critic="own", trees="mixed"),
 ]
 SOUND += [*TREES, *CRITICS]
 BROKEN = [cell("qwen3_moe", "tp2-pp2", "R3", "full", "packed", fault) for fault in FAULTS if fault != ROUNDED]

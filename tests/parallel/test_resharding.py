@@ -12,7 +12,13 @@ from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.loss.losses import DecoupledPPO
 from async_rl.trainer.model.model import ParallelConfig
 from async_rl.weights.pretrained import keep_model_files
-from tests.helpers.tiny_models import deepseek_v3_config, gpt_oss_config, qwen3_moe_config, save_checkpoint
+from tests.helpers.tiny_models import (
+    deepseek_v3_config,
+    gpt_oss_config,
+    qwen3_moe_config,
+    save_checkpoint,
+    tiny_config,
+)
 from tests.helpers.updates import checkpoint_digest
 from tests.parallel.processes import result_of
 from tests.parallel.ranks import ADAM
@@ -68,10 +74,16 @@ GPT_OSS_LINKS = {
     "tensor": {"parallel": ParallelConfig(tensor=2)},
     "expert-tensor-split": {"parallel": ParallelConfig(expert_tensor=2), **SPLIT},
 }
+# Decay rates in float32 between bfloat16 weights, and input projections of several tensors.
+HYBRID_LINKS = {
+    "tensor-split": {"parallel": ParallelConfig(tensor=2), **SPLIT},
+    "context": {"parallel": ParallelConfig(context=2)},
+}
 MODELS = {
     "qwen": (qwen3_moe_config(rope_theta=1000.0, tie_word_embeddings=True), {"links": QWEN_LINKS}),
     "deepseek": (deepseek_v3_config(), {"links": DEEPSEEK_LINKS, "settings": BFLOAT16, "layers": 2}),
     "gpt_oss": (gpt_oss_config(), {"links": GPT_OSS_LINKS, "layers": 4}),
+    "hybrid": (tiny_config("qwen3_5_moe_text"), {"links": HYBRID_LINKS, "settings": BFLOAT16, "layers": 4}),
     "critic": (qwen3_moe_config(rope_theta=1000.0), {"links": CRITIC_LINKS, "settings": CRITIC}),
 }
 CASES = [(family, name) for family, (_, chain) in MODELS.items() for name in (*chain["links"], "one")]

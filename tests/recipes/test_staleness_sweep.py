@@ -334,9 +334,9 @@ def test_settings_that_give_no_figure_are_refused_before_any_cell_runs(tmp_path,
 
 @pytest.mark.parametrize("path", sorted(MEASURED.glob("*.json")), ids=lambda path: path.stem)
 def test_figures_and_tables_of_the_documents_are_those_of_stored_results(path, tmp_path, capsys):
-    assert stored.main([str(path), "--out", str(tmp_path)]) == 0
+    assert stored.main([str(path), "--out", str(tmp_path / "figures")]) == 0
     *rows, _, figure = capsys.readouterr().out.splitlines()
     document = (MEASURED.parent / "README.md").read_text()
     assert all(row in document for row in rows)
-    drawn, shown = (imread(folder / Path(figure).name) for folder in (tmp_path, IMAGES))
+    drawn, shown = (imread(folder / Path(figure).name) for folder in (tmp_path / "figures", IMAGES))
     assert drawn.shape == shown.shape and np.abs(drawn - shown).mean() < 1e-3

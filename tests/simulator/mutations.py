@@ -28,10 +28,10 @@ __all__ = ["MUTATIONS", "restart_mutations", "session_mutations", "staleness_mut
 
 
 @defect("staleness", of=prepare)
-def staleness_is_reported_too_small(batch, contents, *, version_updates, **options):
+def staleness_is_reported_too_small(batch, contents, config, *, version_updates, expected=None):
     newest = max(version_updates[version] for group in batch.groups for version in group.tokens_per_version())
     batch = replace(batch, update=max(newest, batch.update - 1))
-    return prepare(batch, contents, version_updates=version_updates, **options)
+    return prepare(batch, contents, config, version_updates=version_updates, expected=expected)
 
 
 @defect("rows")

@@ -4,7 +4,6 @@ import asyncio
 from dataclasses import replace
 
 from async_rl.controller.resume import Resume
-from async_rl.inference.publish_state import PublishState
 from async_rl.inference.publisher import Publisher
 from async_rl.inference.supervisor import RestartLimit
 from async_rl.rollout.content.format import row_checksum
@@ -123,8 +122,4 @@ class FailedTrainerEndsTheRun(RestartLimit):
 class PublishIsCutOffWithItsStage(Publisher):
     async def publish(self, update, *, probe=None):
         async with self._turn:
-            members = {member.name: member for member in self._pool.live}
-            before = None if self._newest is None else self._newest[1]
-            state = PublishState(update.weights, members, max_paused=self._max_paused, before=before)
-            self._newest = update, state
-            return await self._publish(update, state, members, probe)
+            return await self._publish(self._begun(update), self._pool.live, probe)

@@ -44,8 +44,8 @@ class RestartForgetsReplacementsOfFailedRollouts(Rollouter):
 
 
 @defect("staleness", of=prepare)
-def old_tokens_take_gradient(batch, contents, **options):
-    return prepare(replace(batch, min_update=0), contents, **options)
+def old_tokens_take_gradient(batch, contents, config, **options):
+    return prepare(replace(batch, min_update=0), contents, config, **options)
 
 
 @defect("ledger")

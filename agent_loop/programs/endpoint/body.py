@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar, cast
 import msgspec
 
 from agent_loop.programs.conversation import ChatAnswer, EndpointError, RequestError
+from agent_loop.text import shown
 
 T = TypeVar("T")
 Request = TypeVar("Request")
@@ -20,7 +21,6 @@ LIST: type[list[Any]] = list
 
 MAX_OBJECTS = 20_000  # and lists; the messages and parts of a body are read in about 10 microseconds each
 _LONE = re.compile(rb"(\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\(?!u[dD][89a-fA-F]).)|\\u....", re.DOTALL)
-_SHOWN = 80  # characters of a value in an error
 _KINDS: Mapping[type, str] = {
     str: "a text",
     int: "a whole number",
@@ -56,12 +56,6 @@ def decode_body(data: bytes) -> Body:
         if count + len(found) > MAX_OBJECTS:
             raise RequestError(f"the body has more than {MAX_OBJECTS} objects and lists; send fewer messages or parts")
     return cast(Body, body)
-
-
-def shown(value: object) -> str:
-    """A value in the text of an error, in one line."""
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 class Fields:
@@ -186,10 +180,6 @@ class Call:
     """Unique name; ids in the answer are made from it."""
     created: int
     """Unix time of its arrival, in seconds."""
-    is_retry: bool = False
-    """Whether the client's SDK made the call before and got no answer."""
-    idempotency_key: str | None = None
-    """Header `Idempotency-Key`; None if it is absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,12 +8,21 @@ what was asked for are refused. Reasoning is in `reasoning_content`, in answers 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-from agent_loop.loop import Message, ToolUse
-from agent_loop.programs.conversation import ChatAnswer, ChatRequest, EndpointError, RequestError, openai_call
+from agent_loop.loop import Message, ToolUse, openai_call
+from agent_loop.programs.conversation import (
+    ChatAnswer,
+    ChatRequest,
+    EndpointError,
+    RequestError,
+    arguments_text,
+)
 from agent_loop.programs.endpoint.body import LIST, OBJECT, Body, Call, Fields, WireFormat
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the field
+NO_TEXT = ("audio", "image", "images", "video", "videos")  # fields of a message
 DONE = "data: [DONE]\n\n"
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 REFUSED = {
@@ -44,13 +53,11 @@ def read(call: Call) -> ChatRequest:
     if not messages:
         raise RequestError("messages is missing or empty; give at least one message", field="messages")
     return ChatRequest(
-        messages=tuple(map(_read_message, messages)),
+        messages=tuple(map(read_message, messages)),
         tools=tuple(map(_read_tool, body.objects("tools"))) if allows_tools(call.body) else (),
         agent=body.required("model", str),
         max_tokens=body.positive("max_completion_tokens") or body.positive("max_tokens"),
         stop=body.texts("stop"),
-        is_retry=call.is_retry,
-        idempotency_key=call.idempotency_key,
     )
 
 
@@ -67,38 +74,44 @@ def allows_tools(body: Body) -> bool:
     return body.get("tool_choice") != "none"
 
 
-def _read_message(message: Fields) -> Message:
-    role, name = message.required("role", str), message.optional("name", str)
-    message.refuse({"function_call": "use tool_calls", "audio": "only text is supported"})
-    if role == "assistant":  # parts of its content are one sampled text
-        reasoning = [message.optional(name, str) for name in ("reasoning_content", "reasoning")]
-        return Message(
-            role="assistant",
-            content="" if message.body.get("content") is None else message.content("content", separator=""),
-            reasoning=reasoning[0] or reasoning[1] or None,
-            tool_calls=tuple(map(_read_call, message.objects("tool_calls"))),
-            name=name,
-        )
-    content = message.content("content")
-    match role:
-        case "system" | "developer":
-            return Message(role="system", content=content, name=name)
-        case "user":
-            return Message(role="user", content=content, name=name)
-        case "tool":
-            called = message.required("tool_call_id", str)
-            return Message(role="tool", content=content, tool_call_id=called, name=name)
-        case _:
-            raise message.wrong("role", "the roles are system, developer, user, assistant and tool")
+def read_message(message: Fields, *, strict: bool = True) -> Message:
+    """A message in OpenAI's format. As `datasets` writes it, absent fields are null.
+
+    Args:
+        strict: whether it is as the API has it. Otherwise there are other roles, and calls may be without id and
+            `function`, with an object as arguments.
+    """
+    role = message.required("role", str)
+    if strict and role not in ROLES:
+        raise message.wrong("role", f"the roles are {', '.join(ROLES)}")
+    message.refuse({"function_call": "use tool_calls", **dict.fromkeys(NO_TEXT, "only text is supported")})
+    calls = tuple(_read_call(call, number=n, strict=strict) for n, call in enumerate(message.objects("tool_calls")))
+    reasoning = next((found for name in REASONING if (found := message.optional(name, str))), None)
+    is_empty = message.body.get("content") is None and (calls or reasoning or (strict and role == "assistant"))
+    of_call = message.required if strict and role == "tool" else message.optional
+    return Message(
+        role="system" if role == "developer" else role,
+        content="" if is_empty else message.content("content", separator="" if role == "assistant" else "\n"),
+        reasoning=reasoning,
+        tool_calls=calls,
+        tool_call_id=of_call("tool_call_id", str),
+        name=message.optional("name", str),
+    )
 
 
-def _read_call(call: Fields) -> ToolUse:
-    if call.body.get("type", "function") != "function":
+def _read_call(call: Fields, *, number: int, strict: bool) -> ToolUse:
+    if strict and call.body.get("type", "function") != "function":
         raise call.wrong("type", "only function is supported")
-    call.required("function", OBJECT)
-    function = call.inner("function")
+    if strict:
+        call.required("function", OBJECT)
+    function = call.inner("function") if call.body.get("function") else call
+    arguments: Any = function.required("arguments", str) if strict else function.body.get("arguments")
+    if not isinstance(arguments, str | dict):
+        raise function.wrong("arguments", "give an object, or its JSON text")
     return ToolUse(
-        id=call.required("id", str), name=function.required("name", str), arguments=function.required("arguments", str)
+        id=call.required("id", str) if strict else call.optional("id", str) or f"call_{number}",
+        name=function.required("name", str),
+        arguments=arguments if isinstance(arguments, str) else arguments_text(cast(Body, arguments)),
     )
 
 

@@ -8,18 +8,47 @@ import secrets
 from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Lt
+
+from agent_loop.bounds import Count, Seconds, bounded
 from agent_loop.chat import Chat
 from agent_loop.loop import Prompt
 from agent_loop.programs.conversation import ChatRequest, ModelAccess, NoRolloutWaiting, SessionEnded
-from agent_loop.programs.endpoint.config import EndpointConfig
 from agent_loop.programs.session import AgentSession
 from message_queue.trajectory import POLICY
 
 MAX_ENDED = 65_536  # ended sessions that are remembered, so that late calls get 409
 RETRY_S = 5.0  # advised wait of an agent for which no rollout waits
+
+
+@bounded("endpoint")
+class EndpointConfig:
+    """Address and limits of the endpoint."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on, also given to agents."""
+    port: Annotated[int, Ge(0), Lt(2**16)] = 0
+    """Port; 0 lets the system choose."""
+    run_key: str | None = None
+    """Key for agents outside of the run to open sessions; None if there are none."""
+    max_body_bytes: Count = 32 * 2**20
+    """Size of a request's body."""
+    max_head_bytes: Count = 32 * 2**10
+    """Size of a request's line and headers."""
+    max_connections: Count = 1024
+    """Connections at once. Beyond it, and beyond half as many without a valid key, the oldest without one is closed."""
+    head_timeout_s: Seconds = 30.0
+    """Seconds for the line and headers of a request."""
+    body_timeout_s: Seconds = 60.0
+    """Seconds for the body of a request, and for a client that does not read its response."""
+    keep_alive_s: Seconds = 15.0
+    """Seconds between the comments or pings of a stream that waits for its answer."""
+
+    def __post_init__(self) -> None:
+        if self.host in ("", "0.0.0.0", "::"):
+            raise ValueError(f"endpoint.host is {self.host!r}; agents connect to it, so give one address or name")
 
 
 def new_key() -> str:
@@ -30,18 +59,6 @@ def new_key() -> str:
 def key_digest(key: str) -> bytes:
     """Digest to look a key up by: the time of a look-up shows nothing of a key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedSession:
-    """A new session, for the agent that asked for it."""
-
-    id: str
-    """Unique name; letters, digits, "_" and "-"."""
-    api_key: str
-    """Key of this session alone, from `new_key`."""
-    prompt: Prompt
-    """Task input; the agent sees its target, and the model only the messages that the agent sends."""
 
 
 class EndedSession(AgentSession):
@@ -110,8 +127,10 @@ class Sessions:
 
     # ---- for the server
 
-    def open(self) -> OpenedSession:
-        """Give a waiting rollout to an agent.
+    def open(self) -> tuple[str, str, Prompt]:
+        """Give a waiting rollout to an agent: name and key of its session, and the prompt.
+
+        The agent sees the target of the prompt, and the model only the messages that the agent sends.
 
         Raises:
             NoRolloutWaiting: there is none.
@@ -120,7 +139,7 @@ class Sessions:
             raise NoRolloutWaiting(retry_after_s=RETRY_S)
         name, (prompt, opened) = self._offered.popitem(last=False)
         opened.set()
-        return OpenedSession(id=name, api_key=self._keys[name], prompt=prompt)
+        return name, self._keys[name], prompt
 
     def session_of(self, key: str) -> AgentSession | None:
         """The session of a key. An ended session is still found, so that late calls get 409."""

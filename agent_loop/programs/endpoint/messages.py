@@ -70,8 +70,6 @@ def read_prompt(call: Call) -> ChatRequest:
         agent=body.required("model", str),
         max_tokens=body.positive("max_tokens"),
         stop=body.texts("stop_sequences"),
-        is_retry=call.is_retry,
-        idempotency_key=call.idempotency_key,
     )
 
 

@@ -56,8 +56,6 @@ def read(call: Call) -> ChatRequest:
         tools=tuple(map(_read_tool, body.objects("tools"))) if allows_tools else (),
         agent=body.required("model", str),
         max_tokens=body.positive("max_output_tokens"),
-        is_retry=call.is_retry,
-        idempotency_key=call.idempotency_key,
     )
 
 

@@ -28,6 +28,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, TypeVar, cast
 
@@ -42,13 +43,20 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from agent_loop.programs.conversation import ChatAnswer, EndpointError, RequestError, SessionFailed, openai_message
+from agent_loop.loop import openai_message
+from agent_loop.programs.conversation import (
+    ChatAnswer,
+    EndpointError,
+    ModelRequest,
+    RequestError,
+    SessionFailed,
+)
 from agent_loop.programs.endpoint import chat_completions, messages, responses, tokens
-from agent_loop.programs.endpoint.body import Body, Call, Fields, WireFormat, decode_body, shown
-from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.body import Body, Call, Fields, WireFormat, decode_body
 from agent_loop.programs.endpoint.connection import Connection
-from agent_loop.programs.endpoint.host import Sessions, key_digest
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions, key_digest
 from agent_loop.programs.session import AgentSession
+from agent_loop.text import shown
 
 IDLE_S = 75  # of a connection between requests, longer than SDKs keep one
 CLOSE_S = 1.0  # for responses that are being sent when the endpoint closes
@@ -63,7 +71,7 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 EVENTS, NO_CACHE = "text/event-stream", {"cache-control": "no-cache"}
 
 T = TypeVar("T")
-Asked = TypeVar("Asked")
+Asked = TypeVar("Asked", bound=ModelRequest)
 ErrorShape = Callable[[EndpointError], dict[str, Any]]
 logger = logging.getLogger(__name__)
 
@@ -217,11 +225,11 @@ class _Endpoint:
         """A route of model calls in a wire format."""
 
         async def act(session: AgentSession, data: bytes, headers: Headers) -> Response:
-            call = _call(data, headers)
+            call = _call(data)
             stream = Fields(call.body).optional("stream", bool)
             if self._closing:
                 raise SessionFailed("the endpoint closes; try again later")
-            task = asyncio.create_task(ask(session, _read(form.read, call)))
+            task = asyncio.create_task(ask(session, _read(form.read, call, headers)))
             self._answers.add(task)
             task.add_done_callback(self._answers.discard)
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
@@ -291,12 +299,9 @@ class _Endpoint:
         raise _refused(401, "the key is not valid; use the key of the run")
 
     async def _open(self, host: Sessions, data: bytes, headers: Headers) -> Response:
-        opened = host.open()
-        prompt = {
-            "messages": [openai_message(message) for message in opened.prompt.messages],
-            "target": dict(opened.prompt.target),
-        }
-        found = {"id": opened.id, "base_url": self._base_url, "api_key": opened.api_key, "prompt": prompt}
+        name, key, prompt = host.open()
+        given = {"messages": list(map(openai_message, prompt.messages)), "target": dict(prompt.target)}
+        found = {"id": name, "base_url": self._base_url, "api_key": key, "prompt": given}
         return _json(found, status=HTTPStatus.CREATED)
 
     async def _waiting(self, task: asyncio.Task[ChatAnswer], form: WireFormat[Any], call: Call) -> AsyncIterator[str]:
@@ -317,7 +322,7 @@ async def _models(session: AgentSession, data: bytes, headers: Headers) -> Respo
 
 
 async def _count_tokens(session: AgentSession, data: bytes, headers: Headers) -> Response:
-    request = _read(messages.read_prompt, _call(data, headers))
+    request = _read(messages.read_prompt, _call(data), headers)
     return _json({"input_tokens": session.count_tokens(request)})
 
 
@@ -381,23 +386,19 @@ def _refused(status: int, text: str) -> EndpointError:
     return EndpointError(text, status=HTTPStatus(status))
 
 
-def _call(data: bytes, headers: Headers) -> Call:
-    """A call; the SDKs of OpenAI and Anthropic count their retries in a header."""
-    retries = headers.get("x-stainless-retry-count", "")
-    return Call(
-        body=decode_body(data),
-        id=uuid.uuid4().hex,
-        created=int(time.time()),
-        is_retry=retries.isdecimal() and int(retries[:9]) > 0,
-        idempotency_key=headers.get("idempotency-key"),
-    )
+def _call(data: bytes) -> Call:
+    return Call(body=decode_body(data), id=uuid.uuid4().hex, created=int(time.time()))
 
 
-def _read(read: Callable[[Call], Asked], call: Call) -> Asked:
+def _read(read: Callable[[Call], Asked], call: Call, headers: Headers) -> Asked:
+    """The request of a call. The SDKs of OpenAI and Anthropic count their retries in a header."""
     try:
-        return read(call)
+        request = read(call)
     except RecursionError:  # a body that was just decoded may be too deep to be written
         raise RequestError("the body is nested too deep; send a flatter one") from None
+    retries = headers.get("x-stainless-retry-count", "")
+    is_retry = retries.isdecimal() and int(retries[:9]) > 0
+    return replace(request, is_retry=is_retry, idempotency_key=headers.get("idempotency-key"))
 
 
 def _result(task: asyncio.Task[ChatAnswer]) -> ChatAnswer:

@@ -60,8 +60,6 @@ def read(call: Call) -> TokenRequest:
         agent=body.optional("model", str) or "",
         max_tokens=sampling.positive("max_tokens"),
         stop_token_ids=_ids(sampling, "stop_token_ids"),
-        is_retry=call.is_retry,
-        idempotency_key=call.idempotency_key,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from agent_loop.bounds import bounded
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.serving import ServingConfig, device_of, serving_problems
-from async_rl.weights.model_info import ModelInfo, read_model_info
+from async_rl.weights.model_info import ModelInfo, read_config, read_model_info
 
 SGLANG_VERSION = "0.5.23"  # the plugin's hooks and the parsing of answers are written for this version
 VENV_PYTHON = Path(".venv-sglang/bin/python")
@@ -24,6 +23,7 @@ CPU_FAMILIES = ("qwen3_moe", "mixtral", "glm4_moe", "qwen3", "qwen2", "llama")
 CPU_BROKEN = {
     "qwen2_moe": "its shared expert's gate is a Triton kernel",
     "qwen3_next": "its shared expert's gate is a Triton kernel",
+    "qwen3_5_moe_text": "its shared expert's gate is a Triton kernel",
     "deepseek_v2": "latent attention has no CPU version",
     "deepseek_v3": "latent attention has no CPU version",
     "gpt_oss": "torch_native, its attention without AMX kernels, takes no sinks",
@@ -89,10 +89,13 @@ def check_engine(
 ) -> ModelInfo:
     """Refuse what SGLang accepts but handles wrongly. For arguments and errors see `select.check_engine`."""
     info = read_model_info(checkpoint)
-    fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
-    problems = [
-        *serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing),
-    ]
+    fields = read_config(checkpoint)
+    problems = [*serving_problems(config, info, checkpoint=checkpoint, fields=fields, capture_routing=capture_routing)]
+    if info.has_vision:
+        problems.append(
+            f"engine.name is 'sglang', and {checkpoint} has a vision tower, with which updates of the text part were "
+            "not verified; use engine=vllm"
+        )
     if force_routing and not capture_routing:
         problems.append(
             "rollout.resume_routing is 'force' without routing capture, so there is nothing to force; "

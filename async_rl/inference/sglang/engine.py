@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -30,12 +31,7 @@ from async_rl.inference.loads import RankLoad
 from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import UNKNOWN_LABEL, EngineReplica
 from async_rl.inference.scores import ScoreRequest, check_score
-from async_rl.inference.sglang.config import (
-    FORCED_FAMILIES,
-    SglangConfig,
-    check_engine,
-)
-from async_rl.inference.sglang.ids import PrefixFreeIds
+from async_rl.inference.sglang.config import FORCED_FAMILIES, SglangConfig, check_engine
 from async_rl.inference.sglang.segment import check_generate, generate_body, score_body, to_scores, to_segments
 from async_rl.inference.sglang.server import CallError, SglangServer
 from async_rl.inference.sglang.update import first_load, reported_load, staged_load
@@ -76,7 +72,6 @@ class SglangBackend(EngineBackend):
         self._config = config
         self._info = info
         self._routing = info.routing if capture_routing else None
-        self._ids = PrefixFreeIds(name)
         self._closed = False
         self._abandoned: set[asyncio.Task[None]] = set()
 
@@ -106,19 +101,18 @@ class SglangBackend(EngineBackend):
         )
 
     async def _generated(self, request_id: str, body: dict[str, Any]) -> Any:
-        """Answer of /generate."""
-        what = f"{self._name}: request {request_id}"
-        with self._ids.reserve(request_id):
-            try:
-                return await self.server.post("/generate", body)
-            except asyncio.CancelledError:
-                self._abandon(request_id)
-                raise
-            except CallError as error:
-                kind = AnswerError if SUPPORT_REFUSED in str(error).lower() else EngineError
-                raise kind(f"{what} was refused: {error}") from error
-            except aiohttp.ClientError as error:
-                raise await self.engine_error(error, what) from error
+        """Answer of /generate. SGLang aborts all requests whose id starts with a given text, so ids have one length."""
+        what, rid = f"{self._name}: request {request_id}", uuid.uuid4().hex
+        try:
+            return await self.server.post("/generate", {"rid": rid, **body})
+        except asyncio.CancelledError:
+            self._abandon(rid)
+            raise
+        except CallError as error:
+            kind = AnswerError if SUPPORT_REFUSED in str(error).lower() else EngineError
+            raise kind(f"{what} was refused: {error}") from error
+        except aiohttp.ClientError as error:
+            raise await self.engine_error(error, what) from error
 
     async def score(self, request: ScoreRequest) -> TeacherScores:
         """See `EngineBackend.score`."""
@@ -126,13 +120,13 @@ class SglangBackend(EngineBackend):
         answer = await self._generated(request.request_id, score_body(request))
         return to_scores(answer, request=request, info=self._info)
 
-    def _abandon(self, request_id: str) -> None:
+    def _abandon(self, rid: str) -> None:
         """Abort a request in the server; the cancelled caller does not wait for it."""
 
         async def abort() -> None:
             with contextlib.suppress(aiohttp.ClientError, CallError, TimeoutError):
                 async with asyncio.timeout(self._timeout_s):
-                    await self.server.post("/abort_request", {"rid": request_id})
+                    await self.server.post("/abort_request", {"rid": rid})
 
         if self._closed:
             return
@@ -259,10 +253,4 @@ async def start_sglang(
         ) from error
     except (EngineError, ContractError, CallError, aiohttp.ClientError) as error:
         raise EngineError(f"{name}: {error}") from error
-    return EngineReplica(
-        backend,
-        config=config,
-        name=name,
-        weights=weights,
-        live=live,
-    )
+    return EngineReplica(backend, config=config, name=name, weights=weights, live=live)

@@ -15,12 +15,7 @@ from async_rl.inference.scores import ScoreRequest, checked_scores
 from async_rl.inference.sglang.config import MAX_KEPT
 from async_rl.weights.model_info import ModelInfo
 from message_queue.errors import ContractError
-from message_queue.tokens import (
-    Float32Array,
-    RoutedExperts,
-    RoutingSpec,
-    TokenOutput,
-)
+from message_queue.tokens import Float32Array, RoutedExperts, RoutingSpec, TokenOutput
 from message_queue.training_sequence import TeacherScores
 
 FORCED = "async_rl_forced"  # key of the forced rows in SGLang's custom_params; the plugin reads it
@@ -64,7 +59,6 @@ def generate_body(request: GenerateRequest, *, info: ModelInfo, routing: Routing
         params["custom_params"] = {FORCED: _forced(request.forced_experts, info, routing)}
         salt = f"{salt}|forced|{request.session or request.request_id}"  # the whole session forces these rows
     body: dict[str, Any] = {
-        "rid": request.request_id,
         "input_ids": request.token_ids.tolist(),
         "sampling_params": params,
         "return_logprob": True,
@@ -110,7 +104,6 @@ def to_segments(
 def score_body(request: ScoreRequest) -> dict[str, Any]:
     """Body of /generate for the logprobs of a prompt, without a sampled token."""
     return {
-        "rid": request.request_id,
         "input_ids": request.token_ids.tolist(),
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
         "return_logprob": True,

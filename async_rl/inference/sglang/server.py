@@ -11,6 +11,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -181,18 +182,12 @@ def interpreter(config: SglangConfig) -> Path:
 
 async def check_version(python: Path) -> None:
     """Raise EngineError unless `python` has SGLang of version SGLANG_VERSION."""
-    script = "import importlib.metadata as m; print(m.version('sglang'))"
-    asked = await asyncio.create_subprocess_exec(
-        str(python), "-I", "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
-    )
+    command = [str(python), "-I", "-c", "import importlib.metadata as m; print(m.version('sglang'))"]
+    asked = partial(subprocess.run, command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True)
     try:
-        async with asyncio.timeout(VERSION_TIMEOUT_S):
-            answer, _ = await asked.communicate()
-    finally:
-        if asked.returncode is None:
-            asked.kill()
-            await asked.wait()
-    version = answer.decode().strip() if asked.returncode == 0 else "no sglang"
+        version = (await asyncio.to_thread(asked)).stdout.strip()
+    except subprocess.SubprocessError:
+        version = "no sglang"
     if version != SGLANG_VERSION:
         raise EngineError(
             f"{python} has {version}, but the replica needs sglang {SGLANG_VERSION}; "

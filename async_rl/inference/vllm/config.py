@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,26 +10,29 @@ from typing import Any, ClassVar, Literal
 
 from agent_loop.bounds import Count, bounded
 from async_rl.inference.nodes import NodePlace
-from async_rl.inference.serving import (
-    Device,
-    ServingConfig,
-    device_of,
-    head_size,
-    kv_bytes_per_token,
-    serving_problems,
-)
+from async_rl.inference.serving import Device, ServingConfig, device_of, head_size, kv_bytes_per_token, serving_problems
 from async_rl.inference.vllm.plugin import PLUGIN_VARIABLE
-from async_rl.weights.model_info import ModelInfo, read_model_info
+from async_rl.weights.model_info import ModelInfo, read_config, read_model_info
 from message_queue.tokens import RoutingSpec
 
 BLOCK_MULTIPLE = 32  # vLLM's CPU attention kernels need a multiple of this
 CPU_MLA_BLOCK = 16  # the only block its CPU MLA decode kernel is compiled for
 FORCED_FAMILIES = (  # their forced routing is that of transformers
-    *("qwen3_moe", "qwen2_moe", "qwen3_next", "mixtral", "olmoe", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *(
+        "qwen3_moe",
+        "qwen2_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+        "glm4_moe",
+        "glm4_moe_lite",
+    ),
     "gpt_oss",
 )
 GPT_OSS_EPS = 1e-5  # of the norms that vLLM builds for gpt-oss
-TIED_FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
+TIED_FAMILIES = ("qwen2", "qwen3", "qwen3_5_text", "llama", "qwen2_moe", "qwen3_moe", "mixtral")  # vLLM ties in these
 MTP_FAMILIES = ("deepseek_v3", "glm4_moe")  # their layers for multi-token prediction are kept in a trained checkpoint
 NGRAMS = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}  # most tokens that a repetition is found by
 ACCEPTED_ARGS = frozenset(  # arguments that change neither the weights nor the distribution of a token
@@ -137,7 +139,7 @@ def check_engine(
 ) -> ServedModel:
     """Refuse what vLLM accepts but handles wrongly. For arguments and errors see `select.check_engine`."""
     info = read_model_info(checkpoint)
-    fields: dict[str, Any] = json.loads((checkpoint / "config.json").read_text())
+    fields = read_config(checkpoint)
     device = device_of(config)
     unforcible = _why_unforcible(device, info, capture_routing=capture_routing)
     problems = [
@@ -348,6 +350,8 @@ def engine_args(
         "generation_config": "vllm",  # sampling comes from the request alone
         "disable_log_stats": True,
     }
+    if model.info.has_vision:
+        args["language_model_only"] = True  # without the vision tower, which no update reaches
     if config.speculation is not None:
         args |= draft_args(config.speculation)
     if config.ranks > 1:

@@ -24,21 +24,8 @@ from async_rl.inference.nodes import NodePlace
 from async_rl.inference.replica import EngineReplica
 from async_rl.inference.scores import ScoreRequest, check_score
 from async_rl.inference.spans import continued, joined
-from async_rl.inference.vllm.config import (
-    ServedModel,
-    VllmConfig,
-    check_engine,
-    engine_args,
-    engine_environment,
-)
-from async_rl.inference.vllm.process import (
-    call_ranks,
-    describe,
-    engine_processes,
-    is_engine_death,
-    start_engine,
-    stop_engine,
-)
+from async_rl.inference.vllm.config import ServedModel, VllmConfig, check_engine, engine_args, engine_environment
+from async_rl.inference.vllm.process import call_ranks, describe, start_engine, stop_engine
 from async_rl.inference.vllm.segment import (
     cache_salt,
     draft_counts,
@@ -73,7 +60,8 @@ class VllmBackend(EngineBackend):
     def __init__(self, engine: AsyncLLM, *, name: str, model: ServedModel, shapes: Shapes, timeout_s: float) -> None:
         super().__init__(name=name, shapes=shapes, timeout_s=timeout_s)
         self.engine = engine
-        self.processes = engine_processes(engine)
+        manager: Any = engine.engine_core.resources.engine_manager
+        self.processes = list(manager.processes)
         self._model = model
         self._loop = asyncio.get_running_loop()
 
@@ -265,7 +253,9 @@ class VllmBackend(EngineBackend):
                 process.kill()
 
     async def engine_error(self, error: Exception, what: str) -> EngineError:
-        kind = ReplicaLostError if is_engine_death(error) else EngineError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        kind = ReplicaLostError if isinstance(error, EngineDeadError) else EngineError
         return kind(f"{what} failed: {describe(error)}")
 
 

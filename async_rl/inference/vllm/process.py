@@ -76,19 +76,6 @@ async def stop_engine(engine: Any) -> None:
     engine.shutdown = lambda timeout=None: None  # vLLM repeats the call at interpreter exit, where it fails
 
 
-def engine_processes(engine: Any) -> list[Any]:
-    """The processes that vLLM's client started; none if the engine runs in this process."""
-    manager = engine.engine_core.resources.engine_manager
-    return list(manager.processes) if manager is not None else []
-
-
-def is_engine_death(error: BaseException) -> bool:
-    """Whether the error means that the engine is dead, not only that one call failed."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return isinstance(error, EngineDeadError)
-
-
 def describe(error: BaseException) -> str:
     """Type and text of an error and its causes; vLLM's wrapper exceptions have no text."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -2,12 +2,13 @@
 
 The arrays of a segment of 3 tokens with rows 6..8 of 2 MoE layers and top-2 (uint8), and a support of 5 packed bytes:
 
-    token_ids   logprobs    ends of sets   rows                packed sets
-    int32[3]    float32[3]  int32[3]       uint8[3, 2, 2]      uint8[5]
-    12 bytes    12 bytes    12 bytes       12 bytes            5 bytes
+    token_ids   logprobs    rows                offsets of sets   packed sets
+    int32[3]    float32[3]  uint8[3, 2, 2]      int32[4]          uint8[5]
+    12 bytes    12 bytes    12 bytes            16 bytes          5 bytes
 
-All are little endian. Tokens that no policy sampled are int32[n]; a call, a fork and an end have no arrays. The scores
-of a teacher have for each sequence logprobs float32[n], ids int32[n, k] and their logprobs float32[n, k].
+The small fields are those of the record, with type and shape in the place of each array. Tokens that no policy sampled
+are int32[n]; a call, a fork and an end have no arrays. The scores of a teacher have for each sequence logprobs
+float32[n], ids int32[n, k] and their logprobs float32[n, k].
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,7 +28,7 @@ from message_queue.sqlite_file import checksum, is_written
 from message_queue.tokens import Int32Array, RoutedExperts, StopReason, TokenOutput, WeightVersion
 from message_queue.training_sequence import TeacherScores, TrajectoryScores
 
-FORMAT = 5  # 4 had no scores
+FORMAT = 6  # 5 had arrays without types
 APPLICATION_ID = 0x41524C43  # "ARLC", in the header of the index
 WRITER_TABLE = "CREATE TABLE writer (run TEXT NOT NULL) STRICT"
 RECORDS_TABLE = """CREATE TABLE records (
@@ -94,6 +95,16 @@ class Scored:
 
 
 RolloutStep: TypeAlias = Int32Array | TokenOutput | CallStarted | Forked | TrajectoryClosed | Scored
+OBSERVATION = "observation"
+KINDS: Mapping[type, str] = {
+    TokenOutput: "segment",
+    CallStarted: "call",
+    Forked: "forked",
+    TrajectoryClosed: "closed",
+    Scored: "scored",
+}
+"""Type of a step -> its kind; an array is an `OBSERVATION`."""
+ARRAY = 1  # msgpack's code of an array's place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -144,53 +155,15 @@ class IndexRow(NamedTuple):
     """Of all else but file and start, and of the arrays."""
 
 
-class _Rows(msgspec.Struct, frozen=True, array_like=True):
-    """Routing rows of a segment without their experts."""
-
-    first_position: int
-    """Absolute position of the first row."""
-    unavailable: int
-    """Rows before the first that the engine could not give."""
-    shape: tuple[int, int, int]
-    """Rows, MoE layers, top-k."""
-    width: int
-    """Bytes of an expert id."""
-
-
-class _Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A segment without its arrays."""
-
-    tokens: int
-    """Sampled tokens."""
-    version: int
-    """`param_version` of its weights."""
-    digest: str
-    """Content hash of its weights."""
-    stop_reason: StopReason
-    """Why the decode ended."""
-    replica: str
-    """Name of the engine replica."""
-    rows: _Rows | None
-    """None if the segment has no rows."""
-    support: int | None
-    """Bytes of its packed sets; None if the sampler did not cut the distribution."""
-
-
 def encode(what: RolloutStep) -> tuple[str, bytes, list[memoryview]]:
-    """Kind, small fields, and the arrays without a copy."""
-    match what:
-        case TokenOutput():
-            return "segment", *_encode_segment(what)
-        case CallStarted():
-            return "call", msgspec.msgpack.encode(what), []
-        case Forked():
-            return "forked", msgspec.msgpack.encode(what), []
-        case TrajectoryClosed():
-            return "closed", msgspec.msgpack.encode(what), []
-        case Scored():
-            return "scored", *_encode_scores(what)
-        case _:
-            return "observation", b"", [_raw(what, "<i4")]
+    """Kind, small fields, and the arrays in the order of their places in the fields; contiguous ones are not copied."""
+    arrays: list[memoryview] = []
+
+    def place(array: Any) -> msgspec.msgpack.Ext:
+        arrays.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return msgspec.msgpack.Ext(ARRAY, msgspec.msgpack.encode((array.dtype.str, array.shape)))
+
+    return KINDS.get(type(what), OBSERVATION), msgspec.msgpack.encode(what, enc_hook=place), arrays
 
 
 def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
@@ -199,19 +172,34 @@ def decode(row: IndexRow, arrays: memoryview) -> RolloutStep:
     Raises:
         ValueError: the bytes are of another kind of record.
     """
+    start = 0
+
+    def array(_code: int, place: memoryview) -> np.ndarray:
+        nonlocal start
+        dtype, shape = msgspec.msgpack.decode(place)
+        found = np.frombuffer(arrays, dtype, count=math.prod(shape), offset=start).reshape(shape)
+        start += found.nbytes
+        return found
+
+    fields = msgspec.msgpack.decode(row.fields, ext_hook=array)
     match row.kind:
         case "observation":
-            return np.frombuffer(arrays, "<i4")
+            return fields
         case "segment":
-            return _decode_segment(msgspec.msgpack.decode(row.fields, type=_Segment), arrays)
-        case "call":
-            return msgspec.msgpack.decode(row.fields, type=CallStarted)
-        case "forked":
-            return msgspec.msgpack.decode(row.fields, type=Forked)
-        case "closed":
-            return msgspec.msgpack.decode(row.fields, type=TrajectoryClosed)
+            rows, support = fields.pop("routed_experts"), fields.pop("support")
+            return TokenOutput(
+                token_ids=fields["token_ids"],
+                logprobs=fields["logprobs"],
+                routed_experts=None if rows is None else RoutedExperts.trusted(**rows),
+                weights=WeightVersion(**fields["weights"]),
+                stop_reason=StopReason(fields["stop_reason"]),
+                replica=fields["replica"],
+                support=None if support is None else SamplingSupport(**support),
+            )
         case "scored":
-            return _decode_scores(msgspec.msgpack.decode(row.fields, type=list[tuple[int, int] | None]), arrays)
+            return Scored(scores=tuple(None if each is None else TeacherScores(**each) for each in fields["scores"]))
+        case "call" | "forked" | "closed":
+            return msgspec.convert(fields, type=next(step for step, kind in KINDS.items() if kind == row.kind))
         case _:
             raise ValueError(f"no record has the kind {row.kind!r}")
 
@@ -238,98 +226,3 @@ def index_run(index: sqlite3.Connection, path: Path) -> str | None:
 def data_path(directory: Path, name: str, file: int) -> Path:
     """Path of a data file."""
     return directory / f"{name}-{file:06d}.data"
-
-
-def _encode_segment(segment: TokenOutput) -> tuple[bytes, list[memoryview]]:
-    rows, support = segment.routed_experts, segment.support
-    fields = _Segment(
-        tokens=len(segment),
-        version=segment.weights.version,
-        digest=segment.weights.digest,
-        stop_reason=segment.stop_reason,
-        replica=segment.replica,
-        rows=None
-        if rows is None
-        else _Rows(rows.first_position, rows.unavailable, rows.experts.shape, rows.experts.dtype.itemsize),
-        support=None if support is None else len(support.packed),
-    )
-    arrays = [_raw(segment.token_ids, "<i4"), _raw(segment.logprobs, "<f4")]
-    if support is not None:
-        arrays.append(_raw(support.offsets[1:], "<i4"))
-    if rows is not None:
-        arrays.append(_raw(rows.experts, f"<u{rows.experts.dtype.itemsize}"))
-    if support is not None:
-        arrays.append(_raw(support.packed, "<u1"))
-    return msgspec.msgpack.encode(fields), arrays
-
-
-def _decode_segment(fields: _Segment, arrays: memoryview) -> TokenOutput:
-    at = 0
-
-    def take(dtype: str, count: int) -> np.ndarray:
-        nonlocal at
-        array = np.frombuffer(arrays, dtype, count=count, offset=at)
-        at += array.nbytes
-        return array
-
-    token_ids, logprobs = take("<i4", fields.tokens), take("<f4", fields.tokens)
-    ends = None if fields.support is None else take("<i4", fields.tokens)
-    rows = None
-    if fields.rows is not None:
-        shape = fields.rows.shape
-        rows = RoutedExperts.trusted(
-            first_position=fields.rows.first_position,
-            experts=take(f"<u{fields.rows.width}", shape[0] * shape[1] * shape[2]).reshape(shape),
-            unavailable=fields.rows.unavailable,
-        )
-    support = None
-    if ends is not None and fields.support is not None:
-        offsets = np.concatenate([np.zeros(1, np.int32), ends])
-        support = SamplingSupport(offsets=offsets, packed=take("<u1", fields.support))
-    return TokenOutput(
-        token_ids=token_ids,
-        logprobs=logprobs,
-        routed_experts=rows,
-        weights=WeightVersion(fields.version, fields.digest),
-        stop_reason=fields.stop_reason,
-        replica=fields.replica,
-        support=support,
-    )
-
-
-def _encode_scores(scored: Scored) -> tuple[bytes, list[memoryview]]:
-    """(tokens, k) of each sequence, and the arrays."""
-    fields = [None if each is None else (len(each), each.top_k) for each in scored.scores]
-    arrays = [
-        _raw(array, dtype)
-        for each in scored.scores
-        if each is not None
-        for array, dtype in ((each.logprobs, "<f4"), (each.ids, "<i4"), (each.top_logprobs, "<f4"))
-        if array is not None
-    ]
-    return msgspec.msgpack.encode(fields), arrays
-
-
-def _decode_scores(fields: list[tuple[int, int] | None], arrays: memoryview) -> Scored:
-    at = 0
-
-    def take(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-        nonlocal at
-        array = np.frombuffer(arrays, dtype, count=math.prod(shape), offset=at).reshape(shape)
-        at += array.nbytes
-        return array
-
-    scores: list[TeacherScores | None] = []
-    for each in fields:
-        if each is None:
-            scores.append(None)
-            continue
-        logprobs = take("<f4", each[:1])
-        ids, top = (take("<i4", each), take("<f4", each)) if each[1] else (None, None)
-        scores.append(TeacherScores(logprobs=logprobs, ids=ids, top_logprobs=top))
-    return Scored(scores=tuple(scores))
-
-
-def _raw(array: np.ndarray, dtype: str) -> memoryview:
-    """The bytes of an array; a copy only if it is not contiguous or of another type."""
-    return np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data

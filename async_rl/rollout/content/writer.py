@@ -45,9 +45,6 @@ class ContentWriter:
         self._directory, self._name, self._fsync = directory, name, fsync
         self._path = directory / f"{name}.sqlite"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"content-{name}")
-        self._turn = asyncio.Lock()
-        self._waiting: list[RolloutRecord] = []
-        self._next_write: asyncio.Task[None] | None = None  # of `_waiting`
         self._data: int | None = None  # descriptor of the newest data file
         self._file = self._size = self._number = 0
         self._groups: dict[int, set[int]] = {}  # data file -> groups that have a record in it
@@ -75,17 +72,13 @@ class ContentWriter:
     async def append(self, records: Sequence[RolloutRecord]) -> None:
         """Return once the records are written. They are written even if the caller is cancelled.
 
-        Records that arrive while the disk works travel together in the next write. Arrays must not change any more.
+        Arrays must not change any more.
 
         Raises:
             JournalUnwritable: none of the records is written; the call can be repeated.
             JournalError: the disk failed, or the writer was closed.
         """
-        self._waiting += records
-        if self._next_write is None:
-            self._next_write = asyncio.create_task(self._write_waiting())
-            self._next_write.add_done_callback(lambda task: task.cancelled() or task.exception())
-        await asyncio.shield(self._next_write)
+        await self._in_thread(partial(self._append, records))
 
     async def forget(self, groups: Iterable[int]) -> None:
         """Remove the records of groups, and data files without any other.
@@ -93,11 +86,11 @@ class ContentWriter:
         Raises:
             JournalError: the disk failed, or the writer was closed.
         """
-        await self._after_waiting(partial(self._forget, frozenset(groups)))
+        await self._in_thread(partial(self._forget, frozenset(groups)))
 
     async def close(self) -> None:
         """Write what waits and close the files, without removing them. Idempotent."""
-        await self._after_waiting(self.release)
+        await self._in_thread(self.release)
 
     def release(self) -> None:
         """Close the files without what waits to be written. Idempotent."""
@@ -107,17 +100,11 @@ class ContentWriter:
             os.close(self._data)
             self._data = None
 
-    async def _write_waiting(self) -> None:
-        async with self._turn:
-            records, self._waiting, self._next_write = self._waiting, [], None
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._append, records)
-
-    async def _after_waiting(self, work: Callable[[], None]) -> None:
-        """Do work once the records that wait are written."""
-        if self._next_write is not None:
-            await asyncio.wait([self._next_write])
-        async with self._turn:
-            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        """Do work after all earlier work, also if the caller is cancelled."""
+        done = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may be gone
+        await asyncio.shield(done)
 
     # ---- in the thread
 

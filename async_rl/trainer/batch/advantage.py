@@ -65,9 +65,9 @@ class Advantage(ABC):
         self, rewards: BatchRewards, kl: NDArray[np.float64], *, trajectory: NDArray[np.int64], coefficient: float
     ) -> TokenAdvantages:
         """See `BatchRewards.with_kl`; baseline and normalisation follow the penalty."""
-        penalties = coefficient * np.bincount(trajectory, weights=kl, minlength=len(rewards.values)).astype(np.float64)
-        found = replace(rewards, values=rewards.values - penalties).advantages().values
-        return TokenAdvantages(tokens=found[trajectory], trajectories=found, penalties=penalties)
+        of_trajectories = np.bincount(trajectory, weights=kl, minlength=len(rewards.values))
+        found = replace(rewards, values=rewards.values - coefficient * of_trajectories).advantages().values
+        return TokenAdvantages(tokens=found[trajectory], trajectories=found)
 
     def observe(self, seen: PromptValue | None, reward: float, *, update: int, start: float) -> PromptValue:
         """The expected reward of a prompt after one more reward; here the mean of all.
@@ -106,8 +106,6 @@ class TokenAdvantages:
     """float32 [N]."""
     trajectories: NDArray[np.float32]
     """float32 [S], of the first token of each trajectory."""
-    penalties: NDArray[np.float64]
-    """float64 [S], subtracted from the reward of each trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -259,7 +257,10 @@ def batch_rewards(
 
 def over_tokens(values: NDArray[np.float64], tokens: NDArray[np.int64], *, of: NDArray[np.int64]) -> Advantages:
     """Whiten `values` [S] of trajectories with `tokens` [S] sampled tokens, for each agent `of` [S] on its own."""
-    return of_parts(of, lambda places: _whitened(values[places], tokens[places]))
+    found, informative = np.zeros(len(values), np.float32), np.zeros(len(values), np.bool_)
+    for places in parts(of):
+        found[places], informative[places] = _whitened(values[places], tokens[places])
+    return Advantages(values=found, informative=informative)
 
 
 def _whitened(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
@@ -276,13 +277,16 @@ def _whitened(values: NDArray[np.float64], tokens: NDArray[np.int64]) -> tuple[N
 
 
 def of_parts(
-    labels: NDArray[np.int64], advantages: Callable[[NDArray[np.int64]], tuple[NDArray[np.float32], bool]]
+    labels: NDArray[np.int64],
+    values: NDArray[np.float64],
+    advantages: Callable[[NDArray[np.float64]], NDArray[np.float64]],
 ) -> Advantages:
-    """Advantages of each part on its own, from its places."""
-    values, informative = np.zeros(len(labels), np.float32), np.zeros(len(labels), np.bool_)
+    """Advantages of the values [S] of each label on its own; 0, and not informative, where these do not differ."""
+    found, informative = np.zeros(len(values), np.float32), np.zeros(len(values), np.bool_)
     for places in parts(labels):
-        values[places], informative[places] = advantages(places)
-    return Advantages(values=values, informative=informative)
+        if has_spread(values[places]):
+            found[places], informative[places] = advantages(values[places]), True
+    return Advantages(values=found, informative=informative)
 
 
 def parts(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -41,13 +41,7 @@ class GroupBaseline(Advantage):
         """Advantages [n] of the rewards [n] of a group, n > 1, that differ."""
 
     def of(self, rewards: BatchRewards) -> Advantages:
-        def of_part(places: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
-            own = rewards.values[places]
-            if not has_spread(own):
-                return np.zeros(len(own), np.float32), False
-            return self.of_group(own).astype(np.float32), True
-
-        return of_parts(rewards.groups, of_part)
+        return of_parts(rewards.groups, rewards.values, self.of_group)
 
 
 @bounded("advantage")
@@ -61,7 +55,7 @@ class GRPO(GroupBaseline):
     """Name of the baseline."""
 
     def of_group(self, rewards: NDArray[np.float64]) -> NDArray[np.float64]:
-        return (rewards - rewards.mean()) / (rewards.std(ddof=1) + _EPSILON)
+        return _standardised(rewards)
 
 
 @bounded("advantage")
@@ -111,15 +105,15 @@ class ReinforcePlusPlus(Advantage):
         loss are at the front, so their return is that of the whole trajectory.
         """
         in_loss = np.bincount(trajectory, minlength=len(rewards.values))
-        penalties = coefficient * np.bincount(trajectory, weights=kl, minlength=len(rewards.values)).astype(np.float64)
+        of_trajectories = np.bincount(trajectory, weights=kl, minlength=len(rewards.values))
         later = [of[::-1].cumsum()[::-1] for of in np.split(kl, in_loss.cumsum()[:-1])]
         returns = rewards.values[trajectory] - coefficient * np.concatenate(later)
         found = over_tokens(
-            np.concatenate([returns, rewards.values - penalties]),
+            np.concatenate([returns, rewards.values - coefficient * of_trajectories]),
             np.concatenate([np.ones_like(trajectory), rewards.sampled - in_loss]),
             of=np.concatenate([rewards.agents[trajectory], rewards.agents]),
         ).values
-        return TokenAdvantages(tokens=found[: len(kl)], trajectories=found[len(kl) :], penalties=penalties)
+        return TokenAdvantages(tokens=found[: len(kl)], trajectories=found[len(kl) :])
 
 
 @bounded("advantage")
@@ -149,12 +143,7 @@ class BatchMean(Advantage):
     """Name of the baseline."""
 
     def of(self, rewards: BatchRewards) -> Advantages:
-        def of_part(places: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
-            own = rewards.values[places]
-            spread = has_spread(own)
-            return ((own - own.mean()) * spread).astype(np.float32), spread
-
-        return of_parts(rewards.agents, of_part)
+        return of_parts(rewards.agents, rewards.values, lambda own: own - own.mean())
 
 
 @bounded("advantage")
@@ -172,13 +161,13 @@ class Contrastive(Advantage):
     """Rewards above it are positive."""
 
     def of(self, rewards: BatchRewards) -> Advantages:
-        def of_part(places: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
+        found = np.zeros(len(rewards.values), np.float32)
+        for places in parts(rewards.agents):
             positive = rewards.values[places] > self.threshold
             count, kinds = len(places), 2 if 0 < positive.sum() < len(places) else 1
-            found = np.where(positive, count / positive.sum().clip(1), -count / (~positive).sum().clip(1)) / kinds
-            return found.astype(np.float32), True
-
-        return of_parts(rewards.agents, of_part)
+            own = np.where(positive, count / positive.sum().clip(1), -count / (~positive).sum().clip(1))
+            found[places] = own / kinds
+        return Advantages(values=found, informative=np.ones(len(found), np.bool_))
 
 
 @bounded("advantage")
@@ -212,22 +201,21 @@ class SPO(Advantage):
 
     def of(self, rewards: BatchRewards) -> Advantages:
         assert rewards.expected is not None
-        expected = rewards.expected
-
-        def of_part(places: NDArray[np.int64]) -> tuple[NDArray[np.float32], bool]:
-            own, known = rewards.values[places], expected[places]
-            moved = own - np.where(np.isnan(known), own.mean(), known)
-            if not has_spread(moved):
-                return np.zeros(len(own), np.float32), False
-            return ((moved - moved.mean()) / (moved.std(ddof=1) + _EPSILON)).astype(np.float32), True
-
-        return of_parts(rewards.agents, of_part)
+        expected = rewards.expected.copy()
+        for places in parts(rewards.agents):
+            known = expected[places]
+            expected[places] = np.where(np.isnan(known), rewards.values[places].mean(), known)
+        return of_parts(rewards.agents, rewards.values - expected, _standardised)
 
     def observe(self, seen: PromptValue | None, reward: float, *, update: int, start: float) -> PromptValue:
         value, weight, last = seen or PromptValue(start, 1 / (1 - self.least_memory), update)
         rho = float(np.clip(0.5 ** ((update - last) / self.half_life), self.least_memory, self.most_memory))
         weight = rho * weight + 1
         return PromptValue(value + (reward - value) / weight, weight, update)
+
+
+def _standardised(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    return (values - values.mean()) / (values.std(ddof=1) + _EPSILON)
 
 
 def _problem_of(advantage: Advantage) -> str:

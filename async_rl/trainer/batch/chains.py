@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from async_rl.trainer.batch.forest import Forest, Int64Array
-from async_rl.trainer.batch.micro_batch import Coordinates, Slots, node_sizes, row_places
+from async_rl.trainer.batch.micro_batch import Coordinates, OnDevice, Slots, node_sizes, row_places
 
 CHUNK = 64
 """Most rows of a chunk. The work in a chunk grows with its square, the number of waves with its inverse."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Chains:
+class Chains(OnDevice):
     """Chunks of the rows of all context ranks, sorted by wave.
 
     Sequences of 5 and 2 tokens that share their first token are the nodes with the rows 0, then 1 2 3 4, then 5. With
@@ -49,20 +49,6 @@ class Chains:
     """Chunks of each wave."""
     continued: tuple[Slots, ...]
     """Of each wave but the first: the chunk in the wave before whose final state each chunk continues."""
-
-    def to(self, device: torch.device) -> Chains:
-        """A copy on `device`; `self` if that is the CPU."""
-        if device.type == "cpu":
-            return self
-        return Chains(
-            size=self.size,
-            earlier=self.earlier,
-            inputs=self.inputs.to(device),
-            is_row=self.is_row.to(device),
-            outputs=self.outputs.to(device),
-            waves=self.waves,
-            continued=tuple(slots.to(device) for slots in self.continued),
-        )
 
 
 class _Chunk(NamedTuple):
@@ -105,14 +91,11 @@ def chains_of(forest: Forest, *, at: Coordinates, packing: bool = True, earlier:
     return Chains(
         size=size,
         earlier=earlier,
-        inputs=_slots(slots, rows=total),
+        inputs=Slots.of(slots.ravel(), rows=total),
         is_row=torch.from_numpy(slots >= 0),
-        outputs=_slots(slots[:, earlier:], rows=total),
+        outputs=Slots.of(slots[:, earlier:].ravel(), rows=total),
         waves=tuple(waves.tolist()),
-        continued=tuple(
-            Slots.of(places, np.arange(len(places)), rows=count)
-            for places, count in zip(continued, waves.tolist(), strict=False)
-        ),
+        continued=tuple(Slots.of(places, rows=count) for places, count in zip(continued, waves.tolist(), strict=False)),
     )
 
 
@@ -140,9 +123,3 @@ def _chunks(runs: Sequence[tuple[Int64Array, int]], *, size: int, earlier: int) 
             last = len(chunks) - 1
         ends.append((path[max(0, len(path) - earlier) :], last))
     return chunks
-
-
-def _slots(table: Int64Array, *, rows: int) -> Slots:
-    """Slots of a table of rows, with -1 for padding."""
-    flat = table.ravel()
-    return Slots.of(flat.clip(min=0), np.flatnonzero(flat >= 0), rows=rows)

@@ -68,11 +68,6 @@ class Forest:
         """int64 [S], tokens of each sequence."""
         return self.start[self.leaf] + self.length[self.leaf]
 
-    @property
-    def num_unique(self) -> int:
-        """Tokens of all nodes."""
-        return int(self.length.sum())
-
     def path(self, sequence: int) -> list[int]:
         """Nodes of a sequence, from its last to its root."""
         found = [int(self.leaf[sequence])]

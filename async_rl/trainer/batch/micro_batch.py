@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -54,8 +54,25 @@ class AttentionBucket(NamedTuple):
     """Key slots of each span: those before its first query slot, and one for each query slot."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OnDevice:
+    """Base of the carriers with tensors."""
+
+    def to(self, device: torch.device) -> Self:
+        """A copy on `device`; `self` if that is the CPU."""
+        if device.type == "cpu":
+            return self
+        return replace(self, **{field.name: _moved(getattr(self, field.name), device) for field in fields(self)})
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if type(value) is tuple:
+        return tuple(_moved(part, device) for part in cast(tuple[Any, ...], value))
+    return value.to(device) if hasattr(value, "to") else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Slots:
+class Slots(OnDevice):
     """Copies of rows in the order of attention; a row may have several, or none."""
 
     row: Tensor
@@ -66,21 +83,17 @@ class Slots:
     """int64 [rows], index in `slot` of the first slot of each row; None if each row has one slot."""
 
     @classmethod
-    def of(cls, row: Int64Array, real: Int64Array, *, rows: int) -> Slots:
-        """From the row of each slot, and the slots that are no padding."""
+    def of(cls, row: Int64Array, *, rows: int) -> Slots:
+        """From the row of each slot, below `rows`; -1 for padding."""
+        real = np.flatnonzero(row >= 0)
         counts = np.bincount(row[real], minlength=rows)
         first = None if (counts == 1).all() else torch.from_numpy(counts.cumsum() - counts)
         slot = real[row[real].argsort(kind="stable")]
-        return cls(row=torch.from_numpy(row), slot=torch.from_numpy(slot), first=first)
-
-    def to(self, device: torch.device) -> Slots:
-        """A copy on `device`."""
-        first = None if self.first is None else self.first.to(device)
-        return Slots(row=self.row.to(device), slot=self.slot.to(device), first=first)
+        return cls(row=torch.from_numpy(row.clip(min=0)), slot=torch.from_numpy(slot), first=first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedRows:
+class PackedRows(OnDevice):
     """Rows of one micro-batch: t on this rank, t * context on all context-parallel ranks.
 
     Sequences of 3 and 2 tokens that share nothing; tensor=4 pads the 5 rows to 8 with a third node:
@@ -134,13 +147,6 @@ class PackedRows:
 
     def __len__(self) -> int:
         return len(self.index)
-
-    def to(self, device: torch.device) -> PackedRows:
-        """A copy on `device`; `self` if that is the CPU."""
-        if device.type == "cpu":
-            return self
-        movable = (field.name for field in fields(self) if hasattr(getattr(self, field.name), "to"))
-        return replace(self, **{name: getattr(self, name).to(device) for name in movable})
 
 
 def pack_rows(forest: Forest, *, at: Coordinates, packing: bool = True) -> PackedRows:
@@ -270,16 +276,19 @@ def _attention(spans: Sequence[_Span], *, rows: int, all_rows: int) -> tuple[tup
     # (first query, end) of each span, counted from the first key of its path.
     bounds = [(len(span.keys) - len(span.rows), len(span.keys)) for span in spans]
     order = sorted(range(len(spans)), key=lambda i: (bounds[i][0], -bounds[i][1]))
-    buckets, query_slots, key_slots = list[AttentionBucket](), _SlotList(), _SlotList()
+    buckets, query_rows, key_rows = list[AttentionBucket](), list[Int64Array](), list[Int64Array]()
     for members in _grouped(order, bounds):
         low, high = bounds[members[0]][0], max(bounds[i][1] for i in members)
         buckets.append(AttentionBucket(len(members), high - low, high))
-        for i in members:
-            query_slots.add(spans[i].rows, at=bounds[i][0] - low, of=high - low)
-            key_slots.add(spans[i].keys, at=0, of=high)
-    queries = query_slots.slots(rows)
+        of_queries, of_keys = np.full((len(members), high - low), -1), np.full((len(members), high), -1)
+        for place, i in enumerate(members):
+            of_queries[place, bounds[i][0] - low : bounds[i][1] - low] = spans[i].rows
+            of_keys[place, : bounds[i][1]] = spans[i].keys
+        query_rows.append(of_queries.ravel())
+        key_rows.append(of_keys.ravel())
+    queries = Slots.of(np.concatenate(query_rows), rows=rows)
     plain = rows == all_rows and all(low == 0 for low, _ in bounds)
-    return tuple(buckets), queries, queries if plain else key_slots.slots(all_rows)
+    return tuple(buckets), queries, queries if plain else Slots.of(np.concatenate(key_rows), rows=all_rows)
 
 
 def _grouped(order: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[list[int]]:
@@ -295,22 +304,3 @@ def _grouped(order: Sequence[int], bounds: Sequence[tuple[int, int]]) -> list[li
         groups[-1].append(i)
         filled, high = filled + end - start, max(high, end)
     return groups
-
-
-class _SlotList:
-    """Collects the slots of spans."""
-
-    def __init__(self) -> None:
-        self._rows: list[Int64Array] = []
-        self._real: list[Int64Array] = []
-        self._size = 0
-
-    def add(self, rows: Int64Array, *, at: int, of: int) -> None:
-        """Append `of` slots: `rows` from the slot `at` on, padding before and behind."""
-        self._rows += [np.zeros(at, np.int64), rows, np.zeros(of - at - len(rows), np.int64)]
-        self._real.append(np.arange(len(rows)) + self._size + at)
-        self._size += of
-
-    def slots(self, rows: int) -> Slots:
-        """All slots, of `rows` rows."""
-        return Slots.of(np.concatenate(self._rows), np.concatenate(self._real), rows=rows)

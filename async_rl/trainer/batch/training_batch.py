@@ -277,59 +277,56 @@ def training_batch(
         BatchError: all trajectories failed, the number of advantages differs, a token was sampled by a version that
             was not published, or by weights newer than the current ones.
     """
-    trajectories = _trained(heads)
-    if len(trajectories) != len(advantages.values):
-        raise BatchError(f"{len(trajectories)} trajectories, but {len(advantages.values)} advantages")
+    places = _trained(heads)
+    sequences = [heads[g].trajectories[t].sequences[at] for g, t, at, _ in places]
+    table = np.array(places, np.int64)
+    index, of = table[:, :3], table[:, 3]
+    if of[-1] + 1 != len(advantages.values):
+        raise BatchError(f"{of[-1] + 1} trajectories, but {len(advantages.values)} advantages")
     of_group = [0 if mini_batches is None else mini_batches[head.group] for head in heads]
-    rows: list[tuple[int, ...]] = []
-    for number, (g, t, sequences) in enumerate(trajectories):
-        for at, sequence in sequences:
-            young = _young_tokens(sequence, version_updates, min_update=min_update, now=current_update + of_group[g])
-            is_left = young > 0 or not sequence.spans
-            rows.append((g, t, at, sequence.length, young, number, of_group[g], is_left))
-    table = np.array(rows, np.int64)
-    of = table[:, 5]
+    mini_batch = np.array(of_group, np.int64)[index[:, 0]]
+    tokens = [
+        _young_tokens(sequence, version_updates, min_update=min_update, now=current_update + number)
+        for sequence, number in zip(sequences, mini_batch.tolist(), strict=True)
+    ]
+    is_left = [young > 0 or not sequence.spans for young, sequence in zip(tokens, sequences, strict=True)]
     return TrainingBatch(
         contents=contents,
-        index=table[:, :3],
-        lengths=table[:, 3],
-        num_loss_tokens=table[:, 4],
+        index=index,
+        lengths=np.array([sequence.length for sequence in sequences], np.int64),
+        num_loss_tokens=np.array(tokens, np.int64),
         trajectory=of,
-        mini_batch=table[:, 6],
+        mini_batch=mini_batch,
         advantages=advantages.values[of],
-        informative=advantages.informative[of] & (table[:, 7] > 0),
+        informative=advantages.informative[of] & is_left,
         current_update=current_update,
         version_updates=version_updates,
         min_update=min_update,
         retained_kv=retained_kv,
         temperature=temperature,
         admitted_updates=[head.admitted_update for head in heads],
-        shared=_prefixes(heads, of_group=table[:, 0]),
-        heads=[heads[g].trajectories[t].sequences[at] for g, t, at in table[:, :3].tolist()],
+        shared=_prefixes(heads, of_group=index[:, 0]),
+        heads=sequences,
         rewards=rewards,
-        truncated=[
-            number
-            for number, (g, t, _) in enumerate(trajectories)
-            if heads[g].trajectories[t].stop_reason is StopReason.LENGTH
-        ],
+        truncated=sorted({n for g, t, _, n in places if heads[g].trajectories[t].stop_reason is StopReason.LENGTH}),
     )
 
 
-def _trained(heads: Sequence[GroupHead]) -> list[tuple[int, int, list[tuple[int, SequenceHead]]]]:
-    """Group, trajectory, and the numbered sequences of each agent that is trained.
+def _trained(heads: Sequence[GroupHead]) -> list[tuple[int, int, int, int]]:
+    """Group, trajectory and sequence as in `TrainingBatch.index`, and `trajectory`, of each sequence that is trained.
 
     Raises:
         BatchError: there are none.
     """
-    found = [
-        (g, t, [(at, trajectory.sequences[at]) for at in of_agent])
+    of_agents = [
+        (g, t, of_agent)
         for g, head in enumerate(heads)
         for t, trajectory in enumerate(head.trajectories)
         for of_agent in trajectory.trained.values()
     ]
-    if not found:
+    if not of_agents:
         raise BatchError("the batch has no trajectories")
-    return found
+    return [(g, t, at, number) for number, (g, t, of_agent) in enumerate(of_agents) for at in of_agent]
 
 
 def _prefixes(heads: Sequence[GroupHead], *, of_group: Int64Array) -> list[Prefix]:

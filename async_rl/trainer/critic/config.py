@@ -28,7 +28,8 @@ class CriticConfig:
     """`own`: a second model with the layout and settings of the trainer, without an output layer. `shared`: the last
     hidden states of the policy; only the value head has the critic's optimizer."""
     checkpoint: Path | None = None
-    """With `own`: Hugging Face folder of its initial weights; null for those of the policy."""
+    """With `own`: initial weights, a Hugging Face folder or a name at the hub, as of model.checkpoint; null for the
+    policy's weights."""
     coefficient: Annotated[float, Ge(0)] = _COEFFICIENT
     """With `shared`: factor of the gradient of the value loss in the trunk, next to that of the policy loss; 0 trains
     the head alone."""

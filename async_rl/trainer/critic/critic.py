@@ -24,17 +24,17 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel
+from numpy.typing import NDArray
 from torch import Tensor
 
 from async_rl.trainer.batch.training_batch import BatchError, TrainingBatch
 from async_rl.trainer.critic.config import CriticConfig
 from async_rl.trainer.critic.gae import GAE, Float64Array, batch_advantages, explained_variance
 from async_rl.trainer.critic.value_head import ValueHead, ValueTerm
-from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.kl_reward import kl_metrics, token_kl
-from async_rl.trainer.loss.losses import LossConfig
 from async_rl.trainer.model.convert import load_weights
+from async_rl.trainer.model.flops import train_operations
 from async_rl.trainer.model.gpt import BuiltModel, build_model
 from async_rl.trainer.model.model import TrainerConfig
 from async_rl.trainer.planning import BatchPlan, UpdatePlan
@@ -43,22 +43,16 @@ from async_rl.trainer.state.checkpoint import CriticState, fields_of
 from async_rl.trainer.state.shards import Shard, copy_into, live_tensors, model_shards
 from async_rl.trainer.step import MicroBatches, Objective
 
-MicroBatchesOf = Callable[[BatchPlan, UpdatePlan, BuiltModel], MicroBatches]
-"""Builds the micro-batches of an update for the layers of a model."""
-
 
 class Critic:
     """Values tokens and trains the value model. All methods are collective.
 
     Args:
         config: trunk, optimizer and steps.
-        trainer: settings of the trainer.
-        loss: the policy loss; a KL in the reward is a penalty of each token.
-        policy: this rank's part of the policy.
-        passes: forward and backward passes of the policy on this rank.
-        groups: process groups of this rank.
+        passes: forward and backward passes of the policy on this rank; a KL in the reward of their loss is a penalty of
+            each token.
+        micro_batches: builds the micro-batches of an update of a batch for an own `trunk`.
         start: Hugging Face folder of the policy's initial weights.
-        micro_batches: builds the micro-batches of an own trunk.
 
     Attributes:
         fields: properties that the critic of a checkpoint must have too.
@@ -72,17 +66,13 @@ class Critic:
         self,
         config: CriticConfig,
         *,
-        trainer: TrainerConfig,
-        loss: LossConfig,
-        policy: BuiltModel,
         passes: ForwardBackward,
-        groups: ProcessGroups,
+        micro_batches: Callable[..., MicroBatches],
         start: Path,
-        micro_batches: MicroBatchesOf,
     ) -> None:
+        trainer, policy, groups = passes.config, passes.model, passes.groups
         self._config, self._trainer, self._groups = config, trainer, groups
-        self._policy, self._passes, self._policy_passes, self._loss = policy, passes, passes, loss
-        self._micro_batches_of = micro_batches
+        self._passes, self._policy_passes, self._micro_batches = passes, passes, micro_batches
         initial = config.checkpoint or start
         self._trunk: BuiltModel | None = None
         if config.trunk == "own":
@@ -90,7 +80,7 @@ class Critic:
             if problem := _problem(self._trunk, policy, trainer=trainer):
                 raise ValueError(f"critic.checkpoint is {config.checkpoint}, {problem}")
             load_weights(self._trunk.chunks, initial, shape=self._trunk.shape)
-            self._passes = ForwardBackward(config=trainer, loss=loss, groups=groups, model=self._trunk)
+            self._passes = ForwardBackward(config=trainer, loss=passes.loss, groups=groups, model=self._trunk)
         of_trunk = {} if self._trunk is None else fields_of(self._trunk.shape, config=trainer, start=initial)
         self.fields = {"critic.trunk": config.trunk, **of_trunk}
         self._head = _wrapped_head(self._trunk or policy, overlaps=self._trunk is not None, device=groups.device)
@@ -107,15 +97,13 @@ class Critic:
 
     # ---- values
 
-    def value(
-        self, plan: BatchPlan, planned: Sequence[tuple[UpdatePlan, MicroBatches]]
-    ) -> tuple[BatchPlan, dict[str, float]]:
+    def value(self, plan: BatchPlan, planned: Sequence[MicroBatches]) -> tuple[BatchPlan, dict[str, float]]:
         """The plan with the advantages of the critic, which the micro-batches get too; and metrics of a KL in the
         reward.
 
         Args:
             plan: batch and updates; the updates have all sequences with tokens in the loss.
-            planned: the updates and the micro-batches of the policy on this rank; with a KL in the reward they have
+            planned: the micro-batches of the updates of the policy on this rank; with a KL in the reward they have
                 reference and proximal logprobs.
 
         Raises:
@@ -126,7 +114,10 @@ class Critic:
             raise BatchError("the trainer has a critic, but the batch has no `rewards` of advantage.name=gae; add them")
         self._losses, self._steps = [], []
         trunk = self._trunk
-        self._planned = {u: m if trunk is None else self._micro_batches_of(plan, u, trunk) for u, m in planned}
+        self._planned = {
+            each.update: each if trunk is None else self._micro_batches(batch, each.update, trunk=trunk)
+            for each in planned
+        }
         values, ends = self._values(batch)
         penalties, metrics = self._penalties(batch, planned)
         advantages, returns = batch_advantages(
@@ -139,12 +130,12 @@ class Critic:
             truncated=batch.truncated,
             penalties=penalties,
         )
-        for update, micro_batches in planned:
-            place = update.loss_tokens_in_batch(batch)
-            for theirs, ours in zip(micro_batches.results, self._planned[update].results, strict=True):
-                at, device = place[ours.numbers.numpy()], ours.behaviour_logprobs.device
-                theirs.columns["advantages"] = _column(advantages[at], device)
-                ours.columns |= {"values": _column(values[at], device), "returns": _column(returns[at], device)}
+        for micro_batches in planned:
+            place, ours = micro_batches.update.loss_tokens_in_batch(batch), self._planned[micro_batches.update]
+            for name, of_batch in (("advantages", advantages), ("values", values), ("returns", returns)):
+                ours.add_column(name, of_batch[place])
+            for theirs, results in zip(micro_batches.results, ours.results, strict=True):
+                theirs.columns["advantages"] = results.columns["advantages"]
         self._found = {
             "critic/explained_variance": explained_variance(values, returns),
             "critic/value_mean": float(values.mean()) if len(values) else math.nan,
@@ -156,12 +147,13 @@ class Critic:
         return replace(plan, batch=replace(batch, advantages=of_trajectory[batch.trajectory])), metrics
 
     def _penalties(
-        self, batch: TrainingBatch, planned: Sequence[tuple[UpdatePlan, MicroBatches]]
+        self, batch: TrainingBatch, planned: Sequence[MicroBatches]
     ) -> tuple[Float64Array | None, dict[str, float]]:
         """Penalty of each token in the loss float64 [N] with a KL in the reward, and its metrics."""
-        if not self._loss.penalises_rewards:
+        loss = self._policy_passes.loss
+        if not loss.penalises_rewards:
             return None, {}
-        kl, coefficient = token_kl(batch, planned, passes=self._policy_passes), self._loss.kl_coefficient
+        kl, coefficient = token_kl(batch, planned, passes=self._policy_passes), loss.kl_coefficient
         return coefficient * kl, kl_metrics(kl, coefficient=coefficient, trajectories=batch.num_trajectories)
 
     def _values(self, batch: TrainingBatch) -> tuple[Float64Array, Float64Array]:
@@ -170,7 +162,7 @@ class Critic:
         for update, micro_batches in self._planned.items():
             found = self._passes.values(micro_batches, self._term(update))
             counted = found if self._passes.counts_tokens else []
-            own = self._passes.of_update(update, micro_batches, [each["values"] for each in counted])
+            own = self._passes.of_update(micro_batches, [each["values"] for each in counted])
             values[update.loss_tokens_in_batch(batch)] = own.numpy()
             for sequences, each in zip(micro_batches.sequences, counted, strict=False):
                 ends[list(sequences)] = each["ends"].to("cpu", torch.float64)
@@ -198,6 +190,17 @@ class Critic:
                 losses = [each.sums.pop("value_loss") for each in micro_batches.results]
                 self._losses += [loss.to("cpu", torch.float64) for loss in losses]
             self._steps.append(self._optimizer.step())
+
+    def operations(self, runs: NDArray[np.int64]) -> int:
+        """Operations of the steps of an own trunk on a batch, over all ranks; a shared one has those of the policy.
+
+        Args:
+            runs: int64 [runs, 2], as for `train_operations`.
+        """
+        if self._trunk is None:
+            return 0
+        once = train_operations(self._trunk.shape, runs, num_loss_tokens=0, lora=self._trainer.lora)
+        return self._config.updates * once
 
     def skip(self) -> None:
         """Count the steps on a mini-batch without gradients."""
@@ -235,7 +238,7 @@ class Critic:
             for parameter in self._head.parameters():
                 parameter.zero_()
             if self._trunk is not None and self._config.checkpoint is None:
-                for own, policy in zip(self._trunk.chunks, self._policy.chunks, strict=True):
+                for own, policy in zip(self._trunk.chunks, self._policy_passes.model.chunks, strict=True):
                     theirs = {**dict(policy.named_parameters()), **dict(policy.named_buffers())}
                     for name, tensor in (*own.named_parameters(), *own.named_buffers()):
                         tensor.copy_(theirs[name])
@@ -313,10 +316,6 @@ def _problem(trunk: BuiltModel, policy: BuiltModel, *, trainer: TrainerConfig) -
             f"replays rows of {experts[1]}; use a checkpoint with the same experts, or trainer.router_replay=none"
         )
     return ""
-
-
-def _column(values: Float64Array, device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device, torch.float32)
 
 
 def _mean_age(batch: TrainingBatch) -> float:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DistillationKL = Literal["reverse", "forward", "reverse_top_k"]
-COLUMNS = ("teacher_logprobs", "teacher_ids", "teacher_top_logprobs")
-"""Inputs of the loss: float32 [n], NaN without a teacher; int64 [n, k], -1 for no token; float32 [n, k], -inf there."""
 SUMS = {"reverse": "kl_sampled", "forward": "kl_forward", "reverse_top_k": "kl_reverse"}
 SCORED = "scored"
 
@@ -106,18 +104,19 @@ def sum_names(config: DistillationConfig | None) -> tuple[str, ...]:
     return (SCORED, *(SUMS.values() if config.num_ids else (SUMS["reverse"],)))
 
 
-def columns_of(config: DistillationConfig) -> tuple[str, ...]:
-    """Inputs of the loss; see COLUMNS."""
-    return COLUMNS if config.num_ids else COLUMNS[:1]
-
-
 def teacher_columns(scores: TeacherScores | None, *, tokens: int, top_k: int) -> dict[str, Tensor]:
-    """COLUMNS of the scores of n tokens; None if none of the tokens has a teacher."""
+    """Inputs of the loss from the scores of n tokens; None if none of the tokens has a teacher.
+
+    Returns:
+        teacher_logprobs: float32 [n], NaN without a teacher.
+        teacher_ids: int64 [n, k], -1 for no token.
+        teacher_top_logprobs: float32 [n, k], -inf for no token.
+    """
     import torch
 
     found = scores or TeacherScores.absent(tokens, top_k=top_k)
     columns = {"teacher_logprobs": torch.from_numpy(found.logprobs)}
-    if found.ids is not None and found.top_logprobs is not None:
+    if found.top_k:
         columns["teacher_ids"] = torch.from_numpy(found.ids).long()
         columns["teacher_top_logprobs"] = torch.from_numpy(found.top_logprobs)
     return columns
@@ -140,7 +139,7 @@ def teacher_term(
     """The teacher's part in the loss.
 
     Args:
-        columns: COLUMNS and the `advantages` [n].
+        columns: `teacher_columns` and the `advantages` [n].
         current: [n], logprobs under the current weights.
         student: as for `supported_kl`; None with `reverse`.
         config: the term.

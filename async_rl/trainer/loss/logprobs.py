@@ -247,6 +247,10 @@ class KeptTokens:
         """Repeat values [c] for each kept token: (10, 20) in the example above become (10, 10, 20)."""
         return values.repeat_interleave(self.counts, output_size=len(self.token_ids))
 
+    def reduced(self, values: Tensor, kind: str) -> Tensor:
+        """The `sum` or `max` [c] of values [sum(counts)] over the kept tokens of each position."""
+        return torch.segment_reduce(values, kind, lengths=self.counts, unsafe=True)
+
     def places(self, part: slice, columns: Tensor, *, width: int) -> tuple[slice, Tensor]:
         """The kept tokens of the positions `part`, and their places int64 in the flattened logits of these positions.
 
@@ -292,54 +296,6 @@ class _KeptLogits(torch.autograd.Function):
         return of_hidden, of_weight, None, None
 
 
-class _KeptLogprobEntropy(torch.autograd.Function):
-    """As `_LogprobEntropy`, from the logits z [sum(counts)] of kept tokens, in float64.
-
-    A token of another tensor-parallel rank has z = -inf and no gradient on this rank.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        z: Tensor,
-        is_target: Tensor,
-        kept: KeptTokens,
-        layer: OutputLayer,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        top = torch.segment_reduce(z, "max", lengths=kept.counts, unsafe=True)
-        if layer.is_split:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=layer.group)
-        z = z - kept.each(top)
-        exp = z.exp()
-        z = z.masked_fill_(z == -math.inf, 0.0)
-        parts = [exp, z * is_target, *([exp * z] if with_entropy else [])]
-        sums = [torch.segment_reduce(part, "sum", lengths=kept.counts, unsafe=True) for part in parts]
-        if layer.is_split:
-            packed = torch.stack(sums)
-            dist.all_reduce(packed, group=layer.group)
-            sums = list(packed.unbind())
-        total, chosen = sums[0], sums[1]
-        log_total = total.log()
-        entropy = log_total - sums[2] / total if with_entropy else torch.zeros_like(total)
-        ctx.save_for_backward(exp / kept.each(total), z - kept.each(log_total), is_target, entropy)
-        ctx.kept = kept
-        return chosen - log_total, entropy
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
-        probs, log_probs, is_target, entropy = ctx.saved_tensors
-        each, grad = ctx.kept.each, torch.zeros_like(probs)
-        if grad_entropy is not None:
-            grad -= each(grad_entropy) * probs * (log_probs + each(entropy))
-        if grad_logprob is not None:
-            grad += each(grad_logprob) * (is_target.to(probs.dtype) - probs)
-        return grad, None, None, None, None
-
-
 def kept_logprobs_and_entropy(
     hidden: Tensor,
     targets: Tensor,
@@ -361,7 +317,17 @@ def kept_logprobs_and_entropy(
     """
     columns, elsewhere = layer.local(kept.token_ids)
     logits = cast(Tensor, _KeptLogits.apply(hidden.to(layer.dtype), layer.multiplied(), columns, kept))
-    z = logits.double().masked_fill(elsewhere, -math.inf) / temperature
-    is_target = kept.token_ids == kept.each(targets)
-    logprobs, entropy = _KeptLogprobEntropy.apply(z, is_target, kept, layer, with_entropy)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs.float(), entropy.float()
+    z = logits.double() / temperature  # a token of another tensor-parallel rank adds nothing to the sums of this rank
+    with torch.no_grad():
+        top = kept.reduced(z.masked_fill(elsewhere, -math.inf), "max")
+        if layer.is_split:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=layer.group)
+    y = (z - kept.each(top)).masked_fill(elsewhere, 0.0)
+    exp = y.exp().masked_fill(elsewhere, 0.0)
+    parts = [exp, y * (kept.token_ids == kept.each(targets)), *([exp * y] if with_entropy else [])]
+    sums = torch.stack([kept.reduced(part, "sum") for part in parts])
+    if layer.is_split:  # in place, so that a rank gets the gradient of its own part
+        dist.all_reduce(sums.detach(), group=layer.group)
+    log_total = sums[0].log()
+    entropy = log_total - sums[2] / sums[0] if with_entropy else torch.zeros_like(log_total)
+    return (sums[1] - log_total).float(), entropy.float()

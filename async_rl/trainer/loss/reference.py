@@ -23,18 +23,17 @@ class ReferenceWeights:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        self._live = [t for chunk in chunks for t in (*chunk.parameters(), *chunk.buffers()) if not _is_frozen(t)]
-        self._saved = [t.detach().clone() for t in self._live]
-        self._frozen = {id(live): saved for live, saved in zip(self._live, self._saved, strict=True)}
+        self._pairs = [(live, live.detach().clone()) for live in changed_tensors(chunks).values()]
+        self._frozen = {id(live): saved for live, saved in self._pairs}
 
     @contextmanager
     def loaded(self) -> Generator[None]:
         """Inside the block the modules compute with the frozen weights."""
-        _exchange(self._saved, self._live)
+        self._exchange()
         try:
             yield
         finally:
-            _exchange(self._saved, self._live)
+            self._exchange()
 
     def frozen(self, live: torch.Tensor) -> torch.Tensor:
         """The frozen value of a parameter or buffer, for reading and writing checkpoints; not inside `loaded`.
@@ -44,15 +43,20 @@ class ReferenceWeights:
         """
         return self._frozen[id(live)]
 
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange the values, one tensor at a time to save memory."""
+        for live, saved in self._pairs:
+            value = saved.clone()
+            saved.copy_(live)
+            live.copy_(value)
 
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
 
-
-@torch.no_grad()
-def _exchange(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> None:
-    """Exchange the values of both, one tensor at a time to save memory."""
-    for one, other in zip(first, second, strict=True):
-        value = one.clone()
-        one.copy_(other)
-        other.copy_(value)
+def changed_tensors(chunks: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Name -> parameter that is trained, or buffer, of the model chunks of this rank."""
+    return {
+        f"{number}.{name}": tensor
+        for number, chunk in enumerate(chunks)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+    }

@@ -8,11 +8,13 @@ recomputed. Attention applies the rotary embedding itself, because it depends on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -197,6 +199,14 @@ def to_slots(x: Tensor, slots: Slots) -> Tensor:
 def to_rows(x: Tensor, slots: Slots) -> Tensor:
     """The slot of each row [t, ...], if each has one, from [slots, ...]."""
     return cast(Tensor, _ToRows.apply(x, slots))
+
+
+def recomputed(module: MegatronModule, compute: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`compute(*inputs)`, a second time in the backward pass if `recompute_modules` has core_attn."""
+    config = cast(Any, module.config)
+    if module.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules:
+        return cast(Tensor, tensor_parallel.checkpoint(compute, False, *inputs))
+    return compute(*inputs)
 
 
 class RowModule(MegatronModule):

@@ -23,6 +23,7 @@ from async_rl.trainer.model.layout import weight_problems
 from async_rl.weights.model_info import CheckpointError, is_quantized
 
 STACKED: tuple[Kind, ...] = ("stacked", "stacked_gate_up")
+DELTA: tuple[Kind, ...] = ("delta_conv", "delta_qkvz", "delta_ba")
 GATE_UP: tuple[Kind, ...] = ("gate_up", "stacked_gate_up")
 _LOCAL_EXPERT = re.compile(r"local_experts\.(\d+)\.")
 LORA = ".lora."
@@ -47,7 +48,7 @@ def load_weights(chunks: Sequence[Any], checkpoint: Path, *, shape: ModelShape) 
         split, share = split_of(name, weight), None
         if names.kind in ("qkv", "gated_qkv") and split is not None:
             split, share = split.of_heads(chunks[0].config.num_query_groups)
-        elif names.kind == "conv_qkv":  # the channels of a head stand together only when it is joined
+        elif names.kind in DELTA:  # the rows of a head stand together only when they are joined
             split, share = None, split
         expert = expert_of(name) if names.kind in STACKED else None
         parts = [reader.read(n, weight=weight, split=split, expert=expert) for n in names.names]
@@ -143,8 +144,9 @@ def join_names(names: WeightNames, tensors: list[Tensor], *, config: Any, query_
     """One megatron tensor of the Hugging Face tensors `names`; `query_groups`: key-value heads in it.
 
     qkv with 4 query heads, 2 key-value heads and head size 1: the rows are q0 q1 k0 v0 q2 q3 k1 v1. gated_qkv
-    with q0 g0 q1 g1 and so on: q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1. conv_qkv with 2 key heads and 4 value heads: the
-    channels are q0 k0 v0 v1 q1 k1 v2 v3. stacked_gate_up with the columns g0 u0 g1 u1: the rows are g0 g1 u0 u1.
+    with q0 g0 q1 g1 and so on: q0 q1 g0 g1 k0 v0 q2 q3 g2 g3 k1 v1. delta_qkvz of (q0 q1 k0 k1 v0 v1 v2 v3) and
+    (z0 z1 z2 z3), with 2 key heads and 4 value heads: q0 k0 v0 v1 z0 z1 q1 k1 v2 v3 z2 z3. stacked_gate_up with the
+    columns g0 u0 g1 u1: the rows are g0 g1 u0 u1.
     """
     match names.kind:
         case "qkv":
@@ -153,10 +155,10 @@ def join_names(names: WeightNames, tensors: list[Tensor], *, config: Any, query_
             queries, keys, values = (t.unflatten(0, (query_groups, -1)) for t in tensors)
             queries = queries.unflatten(1, (-1, 2, keys.shape[1])).transpose(1, 2).flatten(1, 3)
             return torch.cat((queries, keys, values), dim=1).flatten(0, 1)
-        case "conv_qkv":
-            heads = config.linear_num_key_heads
-            parts = tensors[0].split([heads * size for size in _conv_sizes(config)])
-            return torch.cat([part.unflatten(0, (heads, -1)) for part in parts], dim=1).flatten(0, 1)
+        case "delta_conv" | "delta_qkvz" | "delta_ba":
+            heads, sizes = config.linear_num_key_heads, _delta_sizes(names.kind, config)
+            split = (t.split([heads * n for n in rows]) for t, rows in zip(tensors, sizes, strict=True))
+            return torch.cat([part.unflatten(0, (heads, -1)) for parts in split for part in parts], 1).flatten(0, 1)
         case "gate_up":
             return torch.cat(tensors)
         case "stacked":
@@ -179,9 +181,11 @@ def split_names(kind: Kind, weight: Tensor, config: Any) -> list[Tensor]:
             queries, keys, values = split_names("qkv", weight, config)
             queries = queries.unflatten(0, (config.num_query_groups, 2, -1, config.kv_channels))
             return [queries.transpose(1, 2).flatten(0, 3), keys, values]
-        case "conv_qkv":
-            parts = weight.unflatten(0, (config.linear_num_key_heads, -1)).split(_conv_sizes(config), dim=1)
-            return [torch.cat([part.flatten(0, 1) for part in parts])]
+        case "delta_conv" | "delta_qkvz" | "delta_ba":
+            of_heads, sizes = weight.unflatten(0, (config.linear_num_key_heads, -1)), _delta_sizes(kind, config)
+            tensors = of_heads.split([sum(rows) for rows in sizes], dim=1)
+            split = (tensor.split(rows, dim=1) for tensor, rows in zip(tensors, sizes, strict=True))
+            return [torch.cat([part.flatten(0, 1) for part in parts]) for parts in split]
         case "gate_up":
             return list(weight.chunk(2))
         case "stacked":
@@ -192,10 +196,17 @@ def split_names(kind: Kind, weight: Tensor, config: Any) -> list[Tensor]:
             return [weight]
 
 
-def _conv_sizes(config: Any) -> list[int]:
-    """Channels of the convolution for a key head: query, key, and its value heads."""
+def _delta_sizes(kind: Kind, config: Any) -> list[list[int]]:
+    """Rows for a key head in the sections of each Hugging Face tensor.
+
+    q, k and v of 16, 16 and 2 * 24 channels: delta_conv [[16, 16, 48]], delta_qkvz [[16, 16, 48], [48]], delta_ba
+    [[2], [2]].
+    """
     key, values = config.linear_key_head_dim, config.linear_num_value_heads // config.linear_num_key_heads
-    return [key, key, values * config.linear_value_head_dim]
+    if kind == "delta_ba":
+        return [[values], [values]]
+    channels = values * config.linear_value_head_dim
+    return [[key, key, channels], *([[channels]] if kind == "delta_qkvz" else [])]
 
 
 # ---- parts on the ranks of a group -> one complete tensor

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.attention import SelfAttention
@@ -34,7 +33,7 @@ from torch import Tensor
 from async_rl.trainer.batch.chains import Chains
 from async_rl.trainer.batch.micro_batch import Slots
 from async_rl.trainer.distributed import context_group, tensor_group
-from async_rl.trainer.model.attention import RowContext, to_rows, to_slots
+from async_rl.trainer.model.attention import RowContext, recomputed, to_rows, to_slots
 
 _LENGTH_EPSILON = 1e-6
 """Added to the squared length of a query or key before the division by its length."""
@@ -90,7 +89,6 @@ class GatedDeltaNet(MegatronModule):
         self.norm_weight = parameter(value)
         # Each tensor-parallel rank has the gradient of its heads; megatron sums those of marked weights.
         self.norm_weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-        self.recomputes = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
     def _linear(self, linear: Any, inputs: int, outputs: int, **settings: bool) -> Any:
         return linear(
@@ -125,13 +123,7 @@ class GatedDeltaNet(MegatronModule):
         of_heads = torch.cat([x.view(len(x), self.heads, -1) for x in (qkvz, ba)], dim=-1)
         of_heads = _rows_for_heads(of_heads, self.context_group)
 
-        def mix(of_heads: Tensor) -> Tensor:
-            return self._mix(of_heads, chains)
-
-        if self.recomputes and self.training:
-            mixed = cast(Tensor, tensor_parallel.checkpoint(mix, False, of_heads))
-        else:
-            mixed = mix(of_heads)
+        mixed = recomputed(self, lambda of_heads: self._mix(of_heads, chains), of_heads)
         mixed = _heads_for_rows(mixed, self.context_group)
         return self.out_proj(mixed.reshape(len(mixed), 1, -1))
 
@@ -177,6 +169,16 @@ class GatedDeltaNet(MegatronModule):
             settings: Any = {"tp_group": self.tensor_group}
             sharded |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, **settings)
         return sharded
+
+
+def keep_decay_rates_float32(model: torch.nn.Module) -> None:
+    """Hold A_log in float32 after a conversion of the model to bfloat16, as vLLM does; call this before weights load.
+
+    bfloat16 rounds the decay rate exp(A_log) by up to 0.2 % for each unit of A_log.
+    """
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.A_log.data = module.A_log.data.float()
 
 
 class GatedAttention(SelfAttention):

@@ -29,6 +29,7 @@ from torch import Tensor
 from async_rl.trainer.distributed import expert_tensor_group, tensor_group
 from async_rl.trainer.loss.logprobs import OutputLayer
 from async_rl.trainer.model.attention import Rotary
+from async_rl.trainer.model.delta_net import keep_decay_rates_float32
 from async_rl.trainer.model.families import ModelShape, read_shape
 from async_rl.trainer.model.layers import is_expert, layer_specs, local_name, split_dimension, uses_transformer_engine
 from async_rl.trainer.model.layout import layout_problems
@@ -132,6 +133,8 @@ def build_model(
         check_for_nan_in_grad=False,  # the optimizer step refuses a gradient norm that is not finite
     )
     inner = [Float16Module(megatron, chunk) if config.dtype == "bfloat16" else chunk for chunk in chunks]
+    for chunk in chunks:
+        keep_decay_rates_float32(chunk)
     if config.lora.rank:  # after the conversion to bfloat16, because adapters are float32
         add_adapters(chunks, config=config.lora, shape=shape, seed=config.seed)
     wrapped = [

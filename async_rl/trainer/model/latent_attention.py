@@ -6,6 +6,7 @@ of the rotary key. Here every rank has the complete down projections and applies
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
-from async_rl.trainer.model.attention import RowContext, rotate
+from async_rl.trainer.model.attention import RowContext, recomputed, rotate
 
 
 class WholeLinear(torch.nn.Linear):
@@ -94,14 +95,8 @@ class LatentAttention(Attention):
         if packed_seq_params is None:
             raise ValueError("LatentAttention needs packed_seq_params: a RowContext")
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
-        if self.checkpoint_core_attention and self.training:
-            out = self._checkpointed_attention_forward(
-                query, key, value, attention_mask, packed_seq_params=packed_seq_params
-            )
-        else:
-            core = cast(Any, self.core_attention)
-            out = core(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-        return self.linear_proj(out)
+        attend = partial(cast(Any, self.core_attention), packed_seq_params=packed_seq_params)
+        return self.linear_proj(recomputed(self, attend, query, key, value))
 
     def get_query_key_value_tensors(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden_states: Tensor, context: RowContext

@@ -166,7 +166,7 @@ def _outputs(kind: Kind, rows: int, *, key_rows: int) -> list[int]:
             return [rows]
         case "stacked" | "stacked_gate_up":
             raise AssertionError(f"{kind}: `layout_problems` refuses LoRA for experts in one tensor")
-        case "gated_qkv" | "conv_qkv":
+        case "gated_qkv" | "delta_conv" | "delta_qkvz" | "delta_ba":
             raise AssertionError(f"{kind}: `layout_problems` refuses LoRA for gated delta nets")
 
 
@@ -224,20 +224,17 @@ def _merging(multiply: Callable[..., Tensor], adapters: LayerAdapters) -> Callab
 
 
 def _summed(matrix: Tensor, split: Split) -> Tensor:
-    """The matrix; its gradient is summed over the ranks of the split."""
-    return matrix if split.size == 1 else cast(Tensor, _SumGradient.apply(matrix, split.group))
+    """The matrix; its gradient is summed over the ranks of the split.
 
+    Megatron's own function for it loses the sum if the gradient is not contiguous.
+    """
 
-class _SumGradient(torch.autograd.Function):
-    """Identity whose backward pass sums over ranks. Megatron's own loses the sum if the gradient is not contiguous."""
+    def over_ranks(gradient: Tensor) -> Tensor:
+        summed = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=split.group)
+        return summed
 
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, group: dist.ProcessGroup) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.group = group
-        return matrix.view_as(matrix)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        summed = gradient.contiguous()
-        dist.all_reduce(summed, group=ctx.group)
-        return summed, None
+    shared = matrix.view_as(matrix)
+    if split.size > 1 and shared.requires_grad:
+        shared.register_hook(over_ranks)
+    return shared

@@ -31,7 +31,7 @@ from async_rl.trainer.model.convert import (
 from async_rl.trainer.model.families import Kind, ModelShape, WeightNames, weight_names
 from async_rl.trainer.model.layers import is_expert
 from async_rl.trainer.model.lora import adapter_names
-from async_rl.weights.plan import BUCKET_BYTES, Bucket, SyncPlan, TensorSpec, Unit
+from async_rl.weights.plan import BUCKET_BYTES, Bucket, TensorSpec, plan_buckets
 
 
 @dataclass(slots=True)
@@ -73,13 +73,13 @@ class WeightSource:
         parameters = _parameters(named_weights(chunks, adapters=adapters), names_of, shape=shape)
         self._parameters = {parameter.names[0]: parameter for parameter in parameters}
         mine = [
-            Unit(tuple(self._specs(parameter)))
+            tuple(self._specs(parameter))
             for parameter in self._parameters.values()
             if parameter.owner == dist.get_rank()
         ]
         owned: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(owned, mine)
-        self.plan = SyncPlan.of(dict(enumerate(owned)), bucket_bytes=bucket_bytes)
+        self.plan = plan_buckets(dict(enumerate(owned)), bucket_bytes=bucket_bytes)
 
     @torch.no_grad()
     def buckets(self) -> Iterator[tuple[Bucket, list[tuple[str, Tensor]]]]:
@@ -88,10 +88,10 @@ class WeightSource:
         The list of tensors is empty on other ranks. A tensor may share its memory with the model, so it is valid until
         the weights change.
         """
-        for bucket in self.plan.buckets:
+        for bucket in self.plan:
             tensors: list[tuple[str, Tensor]] = []
             for unit in bucket.units:
-                parameter = self._parameters.get(unit.tensors[0].name)
+                parameter = self._parameters.get(unit[0].name)
                 if parameter is None:
                     continue
                 whole = self._whole(parameter)

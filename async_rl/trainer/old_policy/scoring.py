@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from async_rl.trainer.batch.training_batch import Int64Array, TrainingBatch
-from async_rl.trainer.distributed import ProcessGroups
 from async_rl.trainer.forward_backward import ForwardBackward
 from async_rl.trainer.metrics import routing_sums
 from async_rl.trainer.mismatch import k3_of
@@ -58,35 +57,48 @@ class VersionLogprobs:
         return self.logprobs[self.places(numbers)]
 
 
+Walked = Mapping[int, VersionLogprobs]
+"""Optimizer updates of a version -> logprobs of its tokens."""
+
+
 class VersionScorer:
     """Scores the tokens of batches under the versions that sampled them. All methods are collective.
 
     Args:
         store: versions of this rank.
-        groups: process groups of this rank.
         passes: forward passes of this rank.
         micro_batches: builds the micro-batches of a pass over a batch.
         routing: layers of the routing rows; None if none are replayed.
+
+    Attributes:
+        store: the versions of this rank.
+        groups: process groups of this rank.
+        data_rank: rank in the data-parallel group.
     """
 
     def __init__(
         self,
         store: VersionStore,
         *,
-        groups: ProcessGroups,
         passes: ForwardBackward,
         micro_batches: Callable[[TrainingBatch, UpdatePlan], MicroBatches],
         routing: RoutingSpec | None,
     ) -> None:
         self.store = store
-        self.groups = groups
-        self.data_rank = groups.data_rank
+        self.groups = passes.groups
+        self.data_rank = passes.groups.data_rank
         self._routing = routing
         self._passes = passes
         self._micro_batches = micro_batches
 
-    def walk(self, plan: BatchPlan) -> dict[int, VersionLogprobs]:
-        """Logprobs under each stored version of the batch, by its optimizer updates; stores the current weights."""
+    def walk(self, plan: BatchPlan, planned: Sequence[MicroBatches]) -> Walked:
+        """Store the current weights, score the tokens of each stored version, and give the micro-batches their old
+        logprobs.
+
+        Args:
+            plan: the batch.
+            planned: the micro-batches of its updates on this rank.
+        """
         self.store.add(plan.batch.current_update)
         found: dict[int, VersionLogprobs] = {}
         with self.store.walk() as walk:
@@ -94,15 +106,17 @@ class VersionScorer:
                 if update in self.store:
                     walk.load(update)
                     found[update] = self.score(plan.batch.of_update(update), of_version)
+        for micro_batches in planned:
+            micro_batches.old = self._of_update(plan.batch, micro_batches.update, found)
         return found
 
     def score(self, batch: TrainingBatch, of_version: UpdatePlan) -> VersionLogprobs:
         """Logprobs under the weights that the model has now."""
         micro_batches = self._micro_batches(batch, of_version)
-        logprobs = self._passes.of_update(of_version, micro_batches, self._passes.logprobs(micro_batches))
+        logprobs = self._passes.of_update(micro_batches, self._passes.logprobs(micro_batches))
         return VersionLogprobs(batch, of_version, logprobs)
 
-    def of_update(self, batch: TrainingBatch, update: UpdatePlan, found: Mapping[int, VersionLogprobs]) -> OldLogprobs:
+    def _of_update(self, batch: TrainingBatch, update: UpdatePlan, found: Walked) -> OldLogprobs:
         """Old logprobs of the tokens of this rank in an optimizer step.
 
         Args:

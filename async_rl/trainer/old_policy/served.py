@@ -16,7 +16,6 @@ checkpoint: `model.layers.3.self_attn`, `model.layers.3.mlp.experts`, `lm_head.w
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,6 @@ from typing import Any
 
 from torch import Tensor
 
-from async_rl.trainer.mismatch import MismatchError
 from async_rl.trainer.model.convert import LORA, named_tensors, numbered
 from async_rl.trainer.model.families import ModelShape, weight_names
 from async_rl.trainer.model.lora import adapter_names
@@ -33,10 +31,6 @@ from async_rl.trainer.planning import UpdatePlan
 from async_rl.weights.digest import module_of
 from message_queue.training_sequence import TrainingSequence
 
-FIRST_BATCHES = 5
-"""Batches whose k3 is the noise of the run."""
-LEAST_TOKENS = 64
-"""Tokens of a replica and version that are verified together in half precision, where k3 varies by token."""
 _AGREES = 0.999
 """Least share of the engine's experts that the router of a layer would choose too."""
 
@@ -53,57 +47,6 @@ def layer_sets(chunks: Sequence[Any], tensors: Mapping[str, Tensor], *, shape: M
 
 def _layer_set(name: str) -> str:
     return f"{module_of(name)}.experts" if ".experts." in name else module_of(name)
-
-
-class Verifier:
-    """Verifies that replicas have served the weights that they name. Collective.
-
-    Args:
-        scorer: scores tokens.
-        bound: see `OldPolicyConfig.bound`.
-        least_tokens: tokens that a replica and version must have to be verified.
-        sets: see `layer_sets`.
-    """
-
-    def __init__(
-        self,
-        scorer: VersionScorer,
-        *,
-        bound: Callable[[Sequence[float]], float],
-        least_tokens: int,
-        sets: Mapping[str, str],
-    ) -> None:
-        self._scorer = scorer
-        self._bound = bound
-        self._least_tokens = least_tokens
-        self._sets = sets
-        self._noise: list[float] = []
-
-    def verify(self, found: Mapping[int, VersionLogprobs]) -> float:
-        """Largest k3 of a replica and version in nat; NaN without exact tokens.
-
-        Args:
-            found: result of `VersionScorer.walk`.
-
-        Raises:
-            MismatchError: it exceeds the bound.
-        """
-        every = self._scorer.k3(found.values())
-        k3 = {served: value for served, (value, tokens) in every.items() if tokens >= self._least_tokens}
-        if not k3:
-            return math.nan
-        worst = max(k3, key=lambda served: math.inf if math.isnan(k3[served]) else k3[served])
-        bound = self._bound(self._noise)
-        if not k3[worst] <= bound:
-            of_version = next(each for each in found.values() if worst in self._scorer.k3([each]))
-            instead = ServedWeights(self._scorer, self._sets, served=worst, of_version=of_version, bound=bound).name()
-            raise MismatchError(
-                f"{worst.replica} has served other weights than version {worst.version}: the k3 of its tokens under "
-                f"that version is {k3[worst]:.3g}, more than {bound:.3g} (mismatch.max_k3); {instead}"
-            )
-        if len(self._noise) < FIRST_BATCHES:
-            self._noise.append(k3[worst])
-        return k3[worst]
 
 
 class ServedWeights:

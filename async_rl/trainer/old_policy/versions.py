@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +19,8 @@ from torch import Tensor
 from async_rl.weights.delta import decode, encode
 from async_rl.weights.plan import BUCKET_BYTES
 
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """An older version."""
-
-    update: int
-    """Its optimizer updates."""
-    changes: Sequence[bytes]
-    """Its buckets of tensors, as changes of those of the next newer version."""
+Version = tuple[int, Sequence[bytes]]
+"""Optimizer updates of an older version, and its buckets of tensors as changes of those of the next newer one."""
 
 
 class VersionStore:
@@ -55,14 +46,14 @@ class VersionStore:
     @property
     def updates(self) -> list[int]:
         """Optimizer updates of the versions, newest first; empty before the first `add`."""
-        every = [] if not self._newest else [self._now, *(version.update for version in self._older)]
+        every = [] if not self._newest else [self._now, *(update for update, _ in self._older)]
         return [update for update in every if update not in self._unknown]
 
     @property
     def share(self) -> float:
         """Bytes of an older version over those of the model, mean over the versions; 0 without any."""
         size = sum(tensor.nbytes for tensor in self._live.values())
-        stored = sum(len(changes) for version in self._older for changes in version.changes)
+        stored = sum(len(changes) for _, buckets in self._older for changes in buckets)
         return stored / max(1, size * len(self._older))
 
     def add(self, update: int) -> None:
@@ -76,9 +67,9 @@ class VersionStore:
                 encode([(name, before[name]) for name in names], base=newest, base_digest=str(update))
                 for names in self._buckets
             ]
-            self._older.insert(0, Version(self._now, changes))
+            self._older.insert(0, (self._now, changes))
         self._newest, self._now = newest, update
-        self._older = [version for version in self._older if update - self._keep <= version.update < update]
+        self._older = [version for version in self._older if update - self._keep <= version[0] < update]
         self._unknown = {each for each in self._unknown if each >= update - self._keep}
 
     @contextmanager
@@ -97,17 +88,15 @@ class VersionStore:
 
     # ---- checkpoints
 
-    def state(self) -> tuple[list[tuple[int, Sequence[bytes]]], set[int]]:
+    def state(self) -> tuple[list[Version], set[int]]:
         """The older versions, newest first, and those that were forgotten: arguments of `restore`."""
-        return [(version.update, version.changes) for version in self._older], self._unknown
+        return list(self._older), self._unknown
 
-    def restore(
-        self, update: int, older: Iterable[tuple[int, Sequence[bytes]]] = (), forgotten: Iterable[int] = ()
-    ) -> None:
+    def restore(self, update: int, older: Iterable[Version] = (), forgotten: Iterable[int] = ()) -> None:
         """Take the weights of the model as the newest version, and `state` as the older ones."""
         self._newest, self._older = {}, []
         self.add(update)
-        self._older, self._unknown = [Version(*version) for version in older], {*forgotten}
+        self._older, self._unknown = list(older), {*forgotten}
 
 
 class _Walk:
@@ -122,10 +111,10 @@ class _Walk:
     def tensors(self, update: int) -> Mapping[str, Tensor]:
         """The values of a version, on the host: of the same one as before, or of an older one."""
         while self._update > update:
-            version = self._older.pop(0)
-            for changes in version.changes:
+            older, buckets = self._older.pop(0)
+            for changes in buckets:
                 self._tensors |= decode(changes, base=self._tensors, base_digest=str(self._update))
-            self._update = version.update
+            self._update = older
         return self._tensors
 
     @torch.no_grad()
@@ -136,16 +125,6 @@ class _Walk:
         for name, value in (tensors or self.tensors(update)).items():
             self._live[name].copy_(value)
         self.moved = True
-
-
-def changed_tensors(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Name -> parameter that is trained, or buffer, of the model chunks of this rank."""
-    return {
-        f"{number}.{name}": tensor
-        for number, chunk in enumerate(chunks)
-        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
-        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
-    }
 
 
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterable[list[str]]:

@@ -70,6 +70,9 @@ class Optimizer:
             ),
             list(model),
         )
+        for part in self._parts():
+            if isinstance(part, DistributedOptimizer):
+                _number_by_group(part)
         for optimizer in (adam for part in self._parts() for adam in _adams(part)):
             # One kernel per weight, without temporaries: nine times faster on a CPU.
             if isinstance(optimizer, torch.optim.Adam):
@@ -232,6 +235,19 @@ def _state_tensors(part: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
 
 
 # ---- the state is split over data-parallel ranks
+
+
+def _number_by_group(part: DistributedOptimizer) -> None:
+    """Give each weight the number that its group has it under: float32 ones come first.
+
+    Megatron numbers by buffer, and a bfloat16 model with float32 weights would save and load moments of other weights.
+    """
+    groups: Any = zip(part.model_fp32_groups, part.model_float16_groups, strict=True)
+    part.model_param_group_index_map = {
+        weight: (group, place)
+        for group, (float32, float16) in enumerate(groups)
+        for place, weight in enumerate([*float32, *float16])
+    }
 
 
 def _split_state(part: DistributedOptimizer, weights: Mapping[str, Shard], *, loading: bool) -> dict[Any, Any]:

@@ -12,8 +12,7 @@ import openai
 
 from agent_loop.loop import Message, Prompt, ToolUse
 from agent_loop.programs.conversation import ChatAnswer, NoRolloutWaiting, SessionEnded, arguments_text
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import OpenedSession, key_digest, new_key
+from agent_loop.programs.endpoint.host import EndpointConfig, key_digest, new_key
 from agent_loop.programs.endpoint.server import serve
 
 RUN_KEY = "key-of-the-run"
@@ -96,7 +95,7 @@ class ScriptedHost:
             raise NoRolloutWaiting(retry_after_s=2.5)
         session = ScriptedSession(f"rollout-{len(self.sessions)}")
         self.sessions[key_digest(session.key)] = session
-        return OpenedSession(id=session.name, api_key=session.key, prompt=self.prompt)
+        return session.name, session.key, self.prompt
 
     def session_of(self, key):
         return self.sessions.get(key_digest(key))
@@ -107,7 +106,7 @@ async def serving(**limits):
     """A host, served, and its first session."""
     host = ScriptedHost()
     host.config = replace(host.config, **limits)
-    session = host.session_of(host.open().api_key)
+    session = host.session_of(host.open()[1])
     async with serve(host, run_key=RUN_KEY, config=host.config) as host.url:
         yield host, session
 

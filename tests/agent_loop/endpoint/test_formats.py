@@ -39,8 +39,8 @@ USER = Message(role="user", content=ASK["content"])
 IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 
 
-def call(body, **fields):
-    return Call(body=body, id="7", created=9, **fields)
+def call(body):
+    return Call(body=body, id="7", created=9)
 
 
 def read(form, **fields):
@@ -60,10 +60,10 @@ def test_a_request_of_each_format_is_the_same_request(form):
     system = {chat_completions: {}, responses: {"instructions": "be brief"}, messages: {"system": "be brief"}}[form]
     if form is chat_completions:
         system = {"messages": [{"role": "developer", "content": "be brief"}, ASK]}
-    found = form.read(call(BODIES[form] | system | {limit: 9, "tools": [tool]}, is_retry=True, idempotency_key="once"))
+    found = form.read(call(BODIES[form] | system | {limit: 9, "tools": [tool]}))
     assert found.messages == (Message(role="system", content="be brief"), USER)
     assert found.tools == (TOOL,)
-    assert (found.agent, found.max_tokens, found.is_retry, found.idempotency_key) == ("planner", 9, True, "once")
+    assert (found.agent, found.max_tokens) == ("planner", 9)
 
 
 @pytest.mark.parametrize("form", CHATS, ids=name_of)

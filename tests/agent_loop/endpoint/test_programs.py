@@ -20,8 +20,7 @@ from agent_loop.chat import Chat
 from agent_loop.engine import SamplingConfig
 from agent_loop.loop import Message, Prompt, TurnLimits
 from agent_loop.programs.conversation import ChatRequest
-from agent_loop.programs.endpoint.config import EndpointConfig
-from agent_loop.programs.endpoint.host import Sessions
+from agent_loop.programs.endpoint.host import EndpointConfig, Sessions
 from agent_loop.programs.endpoint.turns import turn_reader
 from agent_loop.programs.program import ModelAccess, ProgramLoop, command, external
 from message_queue.errors import EngineError, RolloutError, StateLostError

@@ -68,7 +68,7 @@ async def test_without_a_valid_key_nothing_is_served(method, path, key):
 )
 async def test_keys_that_are_ambiguous_or_elsewhere_are_no_keys(headers):
     async with serving() as (host, session):
-        other = host.open().api_key
+        other = host.open()[1]
         given = [header.format(key=session.key, other=other) for header in headers]
         assert (await request(host, "/v1/chat/completions", body=BODY, headers=given))[0] == 401
         assert session.requests == []
@@ -84,7 +84,7 @@ async def test_a_key_may_be_in_either_header_or_in_both(headers):
 @pytest.mark.parametrize(("method", "path"), SESSION_PATHS[-3:])
 async def test_the_key_of_another_session_is_forbidden(method, path):
     async with serving() as (host, session):
-        other = host.open().api_key
+        other = host.open()[1]
         body = {"reward": 1.0}
         assert (await request(host, path, key=other, body=body, method=method))[0] == 403
         unknown = path.replace("rollout-0", "rollout-9")  # whether a session exists is not shown

@@ -9,7 +9,7 @@ from datetime import date
 import pytest
 import uvloop
 
-from agent_loop.programs.endpoint.config import EndpointConfig
+from agent_loop.programs.endpoint.host import EndpointConfig
 from agent_loop.programs.endpoint.server import serve
 from async_rl.rollout.data import PromptFormat
 from tests.agent_loop.endpoint.scripted import (

@@ -9,7 +9,7 @@ import pytest
 from async_rl.config import CheckpointConfig
 from async_rl.controller.checkpoints import Checkpoints, RunState, read_run_state
 from async_rl.rollout.validator import is_due
-from message_queue.contract import QueueSnapshot
+from message_queue.state import QueueSnapshot
 from message_queue.trajectory import Admission
 from tests.helpers.killed_saves import BEFORE, NoRecords, save_whole
 

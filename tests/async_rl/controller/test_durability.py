@@ -15,8 +15,8 @@ from async_rl.files.rollouts import FOLDER, recorded_steps, write_step
 from async_rl.metrics.recorder import ENDED_UNRECORDED, RECORD_LOST, Recorder, missing_records
 from async_rl.metrics.registry import StepRecord
 from async_rl.rollout.group_contents import StoredContent
-from message_queue.contract import QueueSnapshot
 from message_queue.ledger import LedgerCounts
+from message_queue.state import QueueSnapshot
 from tests.helpers.killed_saves import save_whole
 from tests.helpers.power_loss import Disk
 

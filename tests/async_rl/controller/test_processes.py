@@ -71,7 +71,7 @@ class FakePlacement:
 
     rank = "rank {}".format
 
-    def replica(self, slot):
+    def replica(self, slot, *, teacher=None):
         return [f"replica {slot}", f"replica {slot} node 1"]
 
     worker = "worker {}".format

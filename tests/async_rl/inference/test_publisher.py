@@ -65,8 +65,9 @@ class ScriptedReplica(InProcess):
 
 
 def make_publisher(replicas, *, on_update="resume", tools=None, timeout_s=1.0, rollouts=None, **options):
+    pool = replicas if isinstance(replicas, ReplicaPool) else ReplicaPool(replicas)
     rollouts = rollouts or RolloutsHere(tools)
-    return Publisher(replicas, on_update=on_update, rollouts=rollouts, timeout_s=timeout_s, **options)
+    return Publisher(pool, on_update=on_update, rollouts=rollouts, timeout_s=timeout_s, **options)
 
 
 def live(pool):
@@ -242,8 +243,9 @@ async def test_version_that_was_published_with_other_weights_reaches_no_replica(
     publisher = make_publisher([replica])
     await publisher.publish(UPDATE)
     calls = list(replica.calls)
-    with pytest.raises(ValueError, match="version"):
-        await publisher.publish(dataclasses.replace(UPDATE, weights=WeightVersion(1, "other")))
+    for weights in (WeightVersion(1, "other"), WeightVersion(0, "d1")):
+        with pytest.raises(ValueError, match="version"):
+            await publisher.publish(dataclasses.replace(UPDATE, weights=weights))
     assert replica.calls == calls
 
 
@@ -359,7 +361,7 @@ async def test_rolling_publish_touches_no_replica_after_a_wrong_one():
 
 async def test_rolling_publish_that_is_cancelled_finishes_the_paused_replicas_only():
     go_on = asyncio.Event()
-    replicas = [ScriptedReplica(name, at="load", may_go_on=go_on) for name in "ab"]
+    replicas = [ScriptedReplica(name, at="load", may_go_on=go_on) for name in "abc"]
     publish = asyncio.create_task(make_publisher(replicas, max_paused=1).publish(UPDATE))
     await replicas[0].reached.wait()
     publish.cancel()
@@ -367,7 +369,7 @@ async def test_rolling_publish_that_is_cancelled_finishes_the_paused_replicas_on
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await publish
-    assert replicas[0].calls[-1] == "resume" and not replicas[1].calls
+    assert replicas[0].calls[-1] == "resume" and not replicas[1].calls and not replicas[2].calls
 
 
 async def test_time_limit_of_a_rolling_publish_holds_for_each_replica():

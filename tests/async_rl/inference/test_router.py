@@ -38,7 +38,7 @@ def fakes(count, **options):
 
 async def test_router_sends_new_sessions_to_the_least_load_and_keeps_them_there():
     replicas = fakes(2)
-    router = ReplicaRouter(replicas)
+    router = ReplicaRouter(ReplicaPool(replicas))
     for sessions in ("abcd", "dba"):
         async with asyncio.TaskGroup() as requests:
             for session in sessions:
@@ -48,7 +48,7 @@ async def test_router_sends_new_sessions_to_the_least_load_and_keeps_them_there(
 
 def test_pool_refuses_no_replica_and_two_of_one_name():
     with pytest.raises(ValueError, match=r"engine\.replicas"):
-        ReplicaRouter([])
+        ReplicaPool([])
     with pytest.raises(ValueError, match="'fake-0', 'fake-0'"):
         ReplicaPool(fakes(1) + fakes(1))
 
@@ -97,7 +97,8 @@ def test_router_keeps_all_that_a_replica_returned_before_its_death(cut, death, v
     second = FakeEngine(SCRIPT, name="fake-1", version=versions[1])
 
     async def run():
-        rollout = asyncio.create_task(decoded(ReplicaRouter([first, second]), budget=30, segment_tokens=stride))
+        pool = ReplicaPool([first, second])
+        rollout = asyncio.create_task(decoded(ReplicaRouter(pool), budget=30, segment_tokens=stride))
         for _ in range(cut + death):
             await asyncio.sleep(0)
         first.die()
@@ -132,7 +133,7 @@ async def test_router_without_a_replica_left_names_each_with_its_reason():
     first, second = fakes(2)
     first.die("out of memory")
     second.die("node gone")
-    router = ReplicaRouter([first, second])
+    router = ReplicaRouter(ReplicaPool([first, second]))
     for _ in range(2):
         with pytest.raises(ReplicaLostError, match=r"fake-0: .*out of memory.*fake-1: .*node gone"):
             await decoded(router, budget=40)

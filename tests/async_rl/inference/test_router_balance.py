@@ -8,15 +8,16 @@ import math
 import random
 
 import numpy as np
+import pytest
 
 from agent_loop.engine import GenerateRequest
+from async_rl.inference import router
 from async_rl.inference.pool import ReplicaPool
-from async_rl.inference.router import ReplicaRouter
 from async_rl.inference.stub import InProcess
 from async_rl.simulator.virtual_time import run_in_virtual_time
 
 PROMPT = 200
-STAY, RULE = math.inf, 1.25
+STAY = math.inf
 
 
 class SharedReplica(InProcess):
@@ -69,7 +70,7 @@ class SharedReplica(InProcess):
         self._set_timer()
 
 
-async def roll(router, index, *, seed, sticky):
+async def roll(routed, index, *, seed, sticky):
     """One rollout: turns of lognormal length, four on average, with a tool call of 2 s after each but the last."""
     rng, held = random.Random(f"{seed}-{index}"), PROMPT
     turns = 1
@@ -78,23 +79,25 @@ async def roll(router, index, *, seed, sticky):
     for turn in range(turns):
         length = min(int(rng.lognormvariate(math.log(150), 1.0)) + 1, 8000)
         call = {"request_id": f"{index}#{turn}.", "token_ids": np.empty(held, np.int32), "max_new_tokens": length}
-        await router.generate(GenerateRequest(**call, session=f"{index}" if sticky else ""))
+        await routed.generate(GenerateRequest(**call, session=f"{index}" if sticky else ""))
         held += length + 50
         if turn < turns - 1:
             await asyncio.sleep(rng.expovariate(1 / 2.0))
 
 
-def simulate(*, max_excess=RULE, sticky=True, slower=(1, 1, 1, 1), rollouts=1024, seed=0):
+def simulate(*, max_excess=router.MAX_EXCESS, sticky=True, slower=(1, 1, 1, 1), rollouts=1024, seed=0):
     """Seconds until the last rollout ended, and the share of turns whose prefix was not cached."""
 
     async def run():
         replicas = [SharedReplica(f"replica-{i}", slower=slow) for i, slow in enumerate(slower)]
-        router = ReplicaRouter(ReplicaPool(replicas), max_excess=max_excess)
-        await asyncio.gather(*(roll(router, index, seed=seed, sticky=sticky) for index in range(rollouts)))
+        routed = router.ReplicaRouter(ReplicaPool(replicas))
+        await asyncio.gather(*(roll(routed, index, seed=seed, sticky=sticky) for index in range(rollouts)))
         missed = sum(r.misses for r in replicas) / sum(r.turns for r in replicas)
         return asyncio.get_running_loop().time(), missed
 
-    return run_in_virtual_time(run())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(router, "MAX_EXCESS", max_excess)
+        return run_in_virtual_time(run())
 
 
 def test_router_avoids_a_slow_replica_and_keeps_caches():

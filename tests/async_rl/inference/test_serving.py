@@ -73,7 +73,7 @@ CHANGING = {
     VllmConfig: """speculative_config spec_method quantization hf_overrides logits_processors generation_config
         override_generation_config enable_lora kv_cache_dtype load_format model_impl watermark_config enforce_eager
         logprobs_mode distributed_executor_backend return_sampling_mask enable_expert_parallel data_parallel_size
-        an_option_of_tomorrow""",
+        spec_tokens an_option_of_tomorrow""",
     SglangConfig: """disable_overlap_schedule dp_size weight_version sampling_defaults json_model_override_args
         speculative_algorithm speculative_num_steps quantization load_format enable_lora enable_custom_logit_processor
         preferred_sampling_params kv_cache_dtype enable_watermark custom_weight_loader model_impl ep_size attn_dp_size

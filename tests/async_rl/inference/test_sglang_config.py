@@ -27,7 +27,13 @@ def test_dense_layers_that_sglang_would_ignore_are_refused(tmp_path, device):
 
 @pytest.mark.parametrize(
     ("family", "named"),
-    [("qwen2_moe", "Triton"), ("deepseek_v3", "latent attention"), ("gpt_oss", "sinks"), ("olmoe", "qwen3_moe")],
+    [
+        ("qwen2_moe", "Triton"),
+        ("deepseek_v3", "latent attention"),
+        ("gpt_oss", "sinks"),
+        ("qwen3_5_moe_text", "Triton"),
+        ("olmoe", "qwen3_moe"),
+    ],
 )
 def test_family_that_sglang_does_not_run_on_the_cpu_is_refused_there(tmp_path, family, named):
     fields = {**QWEN, "model_type": family}
@@ -50,6 +56,12 @@ def arguments(folder, **fields):
     config = SglangConfig(**fields)
     check(config, folder, QWEN)
     return server_arguments(config, folder, port=1, served_name="n", label="first", capture_routing=True)
+
+
+def test_a_vision_tower_is_refused_on_every_device(tmp_path):
+    fields = {"text_config": {**QWEN, "model_type": "qwen3_5_moe_text"}, "vision_config": {"depth": 1}}
+    with pytest.raises(ValueError, match=r"vision tower.*engine=vllm"):
+        check(SglangConfig(device="cuda"), tmp_path, fields)
 
 
 def test_server_arguments_ask_for_exact_versions_and_rows(tmp_path):

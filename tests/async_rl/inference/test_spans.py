@@ -94,10 +94,9 @@ def test_segments_have_the_kept_sets_of_their_tokens(counts):
     [
         ("support", support_of([[4], [5]])),
         *(("spans", counts) for counts in ([1, 1], [3, 1], [2, 0, 1], [0, 3])),
-        *(("routed_experts", rows(first, end)) for first, end in ((1, 6), (0, 5), (0, 7))),
     ],
 )
-def test_spans_rows_and_support_that_do_not_fit_the_tokens_are_refused(field, value):
+def test_spans_and_support_that_do_not_fit_the_tokens_are_refused(field, value):
     if field == "spans":
         value = [(WeightVersion(i, "d"), n) for i, n in enumerate(value)]
     with pytest.raises(ContractError):

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 
 from async_rl.plan.__main__ import main
+from async_rl.plan.description import Distribution
 from async_rl.plan.measured import describe_run
 from async_rl.plan.simulation import simulate, simulate_synchronous
 from benchmarks import explain
 from tests.async_rl.plan.traces import CONFIG, generate, span, write_run
 
 DECODE_S, PER_REQUEST_S, TRAIN_S, PAUSE_S = 0.01, 0.002, 3.0, 0.5
+REWARD_S = 2.0
 BATCHES, GROUPS = 12, 32
 SYNCHRONOUS = {
     "engine": {"replicas": 1, "device": "cpu", "threads": 1, "max_num_seqs": 64},
@@ -88,10 +90,13 @@ def test_rates_of_an_asynchronous_run_are_faster_on_cores_of_their_own(run):
 def test_plan_of_a_run_with_tools_predicts_other_bounds(tmp_path, bound):
     made = explain.workload(0, held_out=False)
     made = replace(made, staleness=replace(made.staleness, max_staleness=bound))
-    made = replace(made, workload=made.workload.model_copy(update={"turns": 3}))
+    made = replace(
+        made, workload=made.workload.model_copy(update={"turns": 3, "reward_s": Distribution(mean=REWARD_S)})
+    )
     explain.write_run(made, tmp_path, steps=16, seed=0)
     found = describe_run(tmp_path)
     assert (found.workload.turns, found.rates.shared_speed) == (3, 1)
+    assert np.allclose(found.workload.reward_s.values, REWARD_S)
     assert np.mean(found.workload.tool_s.values) == pytest.approx(made.workload.tool_s.mean, rel=0.1)
     made = replace(made, workload=made.workload.model_copy(update={"lengths": found.workload.lengths}))
     for other in (0, 1, 4):

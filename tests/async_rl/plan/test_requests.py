@@ -1,9 +1,10 @@
 """The decode step that the requests of a run show."""
 
+import numpy as np
 import pytest
 
 from async_rl.plan.records import read_records
-from async_rl.plan.requests import RequestModel
+from async_rl.plan.requests import RequestModel, StepFunction, fit_decode_step
 from tests.async_rl.plan.traces import A, B, background, generate, span, write_run
 
 SLOTS = 6
@@ -49,3 +50,14 @@ def test_gaps_between_turns_are_without_pauses_and_aborts(tmp_path):
     ]
     model = RequestModel(read_records(write_run(tmp_path, spans)))
     assert [gap for gap in model.gaps if gap] == pytest.approx([4, 2])
+
+
+def test_requests_without_duration_do_not_count():
+    start, end = np.array([0.0, 0, 0, 1, 2, 1.5]), np.array([1.0, 2, 3, 2, 4, 1.5])
+    running, tokens = StepFunction.of_open(start, end), np.array([10.0, 20, 30, 10, 20, 1])
+
+    def fitted(kept):
+        times = {"start": start[:kept], "end": end[:kept]}
+        return fit_decode_step(tokens[:kept], (end - start)[:kept], **times, running=running, max_running=2)
+
+    assert fitted(6) == fitted(5)

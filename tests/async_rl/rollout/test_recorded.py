@@ -25,9 +25,7 @@ def tokens(count, first=0):
 
 async def test_names_that_utf8_cannot_hold_are_stored_in_safe_text(tmp_path):
     records = []
-    root = RecordedTrajectory(
-        Trajectory(routing=None), record=lambda *record: records.append(record), count=lambda _: None
-    )
+    root = RecordedTrajectory(Trajectory(routing=None), record=lambda *record: records.append(record))
     root.observe(tokens(2))
     root.extend(segment(1))
     await root.start_call("\udc00, add")

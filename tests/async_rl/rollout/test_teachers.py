@@ -54,8 +54,8 @@ class FakeTeacher:
         top = np.tile(np.array([-0.5, -1.5, -2.5], np.float32), (len(positions), 1))
         return TeacherScores(
             logprobs=(-positions - self.offset).astype(np.float32),
-            ids=ids[:, : request.top_k] if request.top_k else None,
-            top_logprobs=top[:, : request.top_k] if request.top_k else None,
+            ids=ids[:, : request.top_k],
+            top_logprobs=top[:, : request.top_k],
         )
 
 
@@ -101,7 +101,7 @@ async def test_each_sampled_token_has_the_score_of_its_position():
     scoring = teachers(replica := FakeTeacher())
     group = await rollouter(scoring).roll(prompt(), admission(0))
     assert [each.logprobs.tolist() for each in scored(group)] == [[-3, -4, -6, -7, -8]] * 2
-    assert all(each.ids is None for each in scored(group))
+    assert all(each.top_k == 0 for each in scored(group))
     assert all((r.first, len(r.token_ids)) == (3, 9) for r in replica.requests)
     counts = scoring.take_counts()
     assert (counts.trajectories, counts.failures, counts.most_waiting) == (2, 0, 2) and counts.seconds >= 0

@@ -5,10 +5,12 @@ import math
 
 import pytest
 import torch
-from transformers import modeling_rope_utils
+from transformers import CONFIG_MAPPING, modeling_rope_utils
 
 from async_rl.trainer.model.families import FAMILIES, read_shape
+from async_rl.trainer.model.families.nearest import RecordedFields, has_no_effect
 from async_rl.trainer.model.families.rope import RopeScaling
+from async_rl.trainer.model.families.shape import shape_of
 from async_rl.trainer.model.layout import layout_problems
 from async_rl.trainer.model.model import LoraConfig, ParallelConfig, TrainerConfig
 from async_rl.weights.model_info import CheckpointError, read_model_info
@@ -49,7 +51,22 @@ def test_trainer_and_model_info_agree_about_layers_and_experts(tmp_path, family)
     assert shape.megatron["moe_router_topk"] == info.routing.top_k
 
 
+DERIVED = {"head_dim", "qk_head_dim"}  # from other fields, in configs of latent attention
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_field_that_transformers_knows_is_read_or_has_no_effect(tmp_path, family):
+    """Fields that it does not know change nothing in transformers; `read_shape` refuses those that engines read."""
+    fields = RecordedFields(json.loads((write(tmp_path, family) / "config.json").read_text()))
+    shape_of(fields, FAMILIES[family])
+    unread = {name for name in CONFIG_MAPPING[family]().to_dict() if name not in fields.read}
+    unread = {name for name in unread if not has_no_effect(fields, name)}
+    assert unread - (DERIVED if "kv_lora_rank" in fields else set()) == set()
+
+
 REFUSED = [
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config={'chunk_size': 8}"),
+    ("llama", {"logit_scale": 0.5}, "logit_scale=0.5"),
     ("qwen3", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config='gptq'"),
     ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.weight_block_size=None"),
     ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
@@ -84,6 +101,13 @@ REFUSED = [
     ("qwen3_next", {"layer_types": ["linear_attention"] * 3}, "layer_types"),
     ("qwen3_next", {"layer_types": ["sliding_attention"] * 4}, "sliding_attention"),
     ("qwen3_next", {"linear_conv_kernel_dim": None}, "linear_conv_kernel_dim"),
+    ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate=False"),
+    ("qwen3_5_text", {"output_gate_type": "sigmoid"}, "output_gate_type='sigmoid'"),
+    ("qwen3_5_text", {"layer_scale": True}, "layer_scale=True"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+    ("qwen3_5_moe_text", {"text_config": {"tie_word_embeddings": True}}, "tie_word_embeddings=False and .* True"),
+    ("qwen3_moe", {"vision_config": {}}, "vision_config"),
     ("olmoe", {"attention_bias": True}, "attention_bias=True"),
     ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob=True"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),

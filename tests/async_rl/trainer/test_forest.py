@@ -52,7 +52,7 @@ def test_nodes_are_the_different_prefixes(lists):
     forest = forest_of_lists(lists)
     prefixes = [tuple(each[:end]) for each in lists for end in range(1, len(each) + 1)]
     assert forest.lengths.tolist() == [len(each) for each in lists]
-    assert (forest.num_unique, int((forest.length * forest.uses).sum())) == (len(set(prefixes)), len(prefixes))
+    assert (int(forest.length.sum()), int((forest.length * forest.uses).sum())) == (len(set(prefixes)), len(prefixes))
     for number, each in enumerate(lists):
         for node in forest.path(number):
             start, end = forest.start[node], forest.start[node] + forest.length[node]
@@ -92,6 +92,6 @@ def test_a_prefix_ends_at_the_first_other_token_or_row(first, second, shared):
     for each in (sequences, sequences[::-1]):
         assert prefixes_of(each)[1] == ((0, shared) if shared else (-1, 0))
         tokens = sum(map(len, each))
-        assert shared_prefixes(each, with_rows=True).num_unique == tokens - shared
+        assert shared_prefixes(each, with_rows=True).length.sum() == tokens - shared
     same = next((i for i, (a, b) in enumerate(zip(first[0], second[0], strict=False)) if a != b), 4)
-    assert shared_prefixes(sequences, with_rows=False).num_unique == tokens - same
+    assert shared_prefixes(sequences, with_rows=False).length.sum() == tokens - same

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from async_rl.controller.prepare import prepare
 from async_rl.trainer.critic.gae import GAE, batch_advantages, explained_variance, token_advantages, whitened
-from message_queue.contract import Batch
 from message_queue.heads import head_of
+from message_queue.queue import Batch
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import PromptGroup, Trajectory
 from tests.helpers.groups import segment
+from tests.helpers.losses import batch_config
 
 UNITS = st.floats(0, 1, width=32)
 NUMBERS = st.floats(-5, 5, width=32)
@@ -73,18 +74,9 @@ def test_with_lam_1_the_advantage_is_the_discounted_return_minus_the_value():
     assert advantages(values, [0, 0, 0, 2.0], gamma=gamma) == pytest.approx(returns - values, rel=1e-14)
 
 
-def test_with_lam_0_the_advantage_looks_one_token_ahead():
-    assert advantages([0.3, -0.2, 0.7], [0, 0, 2.0], gamma=0.5, lam=0) == pytest.approx([-0.4, 0.55, 1.3], rel=1e-14)
-
-
 def test_exact_values_leave_no_advantage():
     values = 2.0 * 0.9 ** np.arange(3, -1, -1)
     assert advantages(values, [0, 0, 0, 2.0], gamma=0.9, lam=0.4) == pytest.approx(np.zeros(4), abs=1e-15)
-
-
-def test_a_truncated_trajectory_continues_with_the_value_after_its_last_token():
-    found = advantages([0.5, 0.5, 0.5, 0.5], [0, 0, 0, 0], counts=[2, 2], after=[0.5, 0.0])
-    assert found == pytest.approx([0, 0, -0.5, -0.5]), "the first was cut where its value is 0.5"
 
 
 def test_the_example_of_the_module():
@@ -148,9 +140,8 @@ def prepared(*trajectories, min_update=0, gae):
     return prepare(
         Batch(groups=[head_of(g) for g in groups], update=5, version_updates=updates, min_update=min_update),
         [content_of(group) for group in groups],
-        advantage=gae,
+        batch_config(advantage=gae),
         version_updates=updates,
-        retained_kv=False,
     ).batch
 
 

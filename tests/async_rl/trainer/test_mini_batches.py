@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.controller.prepare import mini_batches_of, prepare
-from message_queue.contract import Batch
 from message_queue.heads import head_of
+from message_queue.queue import Batch
 from message_queue.tokens import StopReason
 from message_queue.training_sequence import content_of
 from message_queue.trajectory import Admission
 from tests.helpers.groups import group_for
-from tests.helpers.losses import ADVANTAGES
+from tests.helpers.losses import ADVANTAGES, batch_config
 
 
 @given(
@@ -51,11 +51,8 @@ def prepared(*, min_update=0):
     return prepare(
         batch,
         [content_of(group) for group in groups],
-        advantage=ADVANTAGES["reinforce_plus_plus"](),
+        batch_config(advantage=ADVANTAGES["reinforce_plus_plus"](), updates=2, seed=1),
         version_updates={2: 4, 3: 6},
-        retained_kv=False,
-        updates_per_batch=2,
-        seed=1,
     )
 
 
@@ -87,9 +84,8 @@ def test_rewards_of_a_batch_are_those_of_the_rollouts_that_did_not_fail():
     rewards = prepare(
         Batch(groups=heads, update=4, version_updates={2: 4}, min_update=0),
         [content_of(group) for group in groups],
-        advantage=ADVANTAGES["rloo"](),
+        batch_config(advantage=ADVANTAGES["rloo"]()),
         version_updates={2: 4},
-        retained_kv=False,
     ).batch.rewards
     sound = [(n, t) for n, of in enumerate((others, heads[1].trajectories)) for t in of]
     assert rewards.config.name == "rloo"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_rl.metrics.registry import metric_of
-from async_rl.trainer.batch.routed_experts import BatchError, replayed_rows
+from async_rl.trainer.batch.training_batch import BatchError
 from async_rl.trainer.metrics import routing_metrics, routing_sums
-from async_rl.trainer.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, layer_tables
+from async_rl.trainer.router_replay import ROUTING_SUMS, LayerReplay, MicroBatchRouting, keep_likely, replayed_tables
 from message_queue.tokens import RoutingSpec
 from message_queue.training_sequence import RowRun, TrainingSequence
 from tests.helpers import numerics
@@ -177,10 +177,8 @@ def test_replayed_rows_are_those_of_the_wanted_layers_and_tokens(layers):
     runs = (RowRun(1, 3), RowRun(1, -1), RowRun(2, 3))
     sequences = {4: sequence_of(rows[:2], length=3), 9: sequence_of(rows, length=5, row_runs=runs)}
     of, positions = np.array([0, 0, 0, 1, 1, 1, 1, 2]), np.array([0, 1, 2, 0, 1, 3, 4, 0])
-    found, live = replayed_rows(sequences, of, positions, routing=ROUTING, layers=layers)
-    assert (found.dtype, found.shape) == (np.uint8, (8, len(layers), TOP_K))
-    assert live.tolist() == [False, False, True, False, True, False, True, True]
-    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=layers, to=torch.device("cpu"))
+    tables = replayed_tables(sequences, of, positions, routing=ROUTING, layers=layers, to=torch.device("cpu"))
+    live = np.array([False, False, True, False, True, False, True, True])
     assert tuple(tables) == layers
     for layer, table in tables.items():
         expected = rows[positions[~live], ROUTING.layers.index(layer)]
@@ -191,10 +189,8 @@ def test_replayed_rows_are_those_of_the_wanted_layers_and_tokens(layers):
 def test_replayed_rows_of_many_experts_keep_ids_of_two_bytes():
     spec = RoutingSpec(layers=(1,), num_experts=300, top_k=2)
     rows = np.array([[[299, 7]]], np.uint16)
-    found, live = replayed_rows(
-        {0: sequence_of(rows, length=2)}, np.zeros(2, int), np.arange(2), routing=spec, layers=(1,)
-    )
-    tables = layer_tables(torch.from_numpy(found), torch.from_numpy(live), layers=(1,), to=torch.device("cpu"))
+    sequences, cpu = {0: sequence_of(rows, length=2)}, torch.device("cpu")
+    tables = replayed_tables(sequences, np.zeros(2, int), np.arange(2), routing=spec, layers=(1,), to=cpu)
     assert tables[1].tolist() == [[299, 7], [-1, -1]]
 
 
@@ -220,9 +216,11 @@ def test_replayed_rows_that_do_not_fit_are_refused(rows, found):
     good = sequence_of(numbered_rows(3), length=4)
     of, positions = np.repeat([0, 1], 4), np.tile(np.arange(4), 2)
     with pytest.raises(BatchError, match=found):
-        replayed_rows({4: good, 9: replace(good, rows=rows)}, of, positions, routing=ROUTING, layers=(3, 4))
+        sequences = {4: good, 9: replace(good, rows=rows)}
+        replayed_tables(sequences, of, positions, routing=ROUTING, layers=(3, 4), to=torch.device("cpu"))
 
 
 def test_replayed_rows_of_a_layer_that_the_batch_lacks_are_refused():
     with pytest.raises(BatchError, match=r"\[2\].* \[1, 3, 4\]"):
-        replayed_rows({}, np.zeros(0, int), np.zeros(0, int), routing=ROUTING, layers=(2, 3))
+        nothing, cpu = np.zeros(0, int), torch.device("cpu")
+        replayed_tables({}, nothing, nothing, routing=ROUTING, layers=(2, 3), to=cpu)

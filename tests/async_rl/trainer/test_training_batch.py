@@ -245,12 +245,6 @@ def test_over_retained_kv_a_forced_token_is_pure_only_over_rows_of_lag_zero():
     assert pure_positions(batch_of(groups, 1.0, update=4, updates={3: 2, 4: 4}, retained_kv=True)) == []
 
 
-def test_without_routing_a_token_is_pure_after_tokens_of_lag_zero():
-    batch = made_of(plain_trajectory(), updates={3: 6})
-    assert batch.sequence(0).rows is None
-    assert pure_positions(batch) == [3, 4]
-
-
 @pytest.mark.parametrize(
     ("call", "named"),
     [

@@ -8,58 +8,33 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from async_rl.inference.loads import RankLoad, difference
-from async_rl.weights.broadcast import VersionServer, described
-from async_rl.weights.digest import digest_of, load_share
+from async_rl.weights.broadcast import described
+from async_rl.weights.digest import load_share
 from async_rl.weights.group import UNDELIVERED, _Blocks, received
-from async_rl.weights.snapshots import Snapshots
-from async_rl.weights.transport import Direct, Source, UpdateError, readable_by_ranks, update_of
+from async_rl.weights.transport import Direct, Source, UpdateError, readable_by_ranks
+from tests.helpers.trainer_memory import HOST, TrainerMemory
 
-HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 BUCKETS = [[(f"model.layers.{i}.{n}", torch.randn(20 + i, 3).to(torch.bfloat16)) for n in "ab"] for i in range(5)]
 TENSORS = {name: tensor for bucket in BUCKETS for name, tensor in bucket}
 
 
-class Trainer:
-    """Ranks that own the buckets of `parts`, with their servers."""
-
-    def __init__(self, parts):
-        self.parts = parts
-        self.held = [Snapshots() for _ in parts]
-        self.servers = [VersionServer(HOST, held) for held in self.held]
-
-    def publish(self, version, buckets=BUCKETS):
-        """The update of a version."""
-        digests = {}
-        for numbers, held in zip(self.parts, self.held, strict=True):
-            for number in numbers:
-                digests[number] = digest_of(held.start(version, number, buckets[number]).tensors())
-        update = update_of(Path(f"weights-{version}"), version=version, buckets=[digests[i] for i in sorted(digests)])
-        sources = zip((server.address for server in self.servers), map(tuple, self.parts), strict=True)
-        return replace(update, direct=Direct(tuple(Source(*source) for source in sources), "gloo"))
-
-    def close(self):
-        for server in self.servers:
-            server.close()
-
-
 @pytest.fixture
 def one():
     """A trainer of one rank."""
-    with closing(Trainer([range(5)])) as made:
+    with closing(TrainerMemory([range(5)])) as made:
         yield made
 
 
 @pytest.fixture
 def trainer():
     """A trainer of two ranks."""
-    with closing(Trainer([(0, 2, 4), (1, 3)])) as made:
+    with closing(TrainerMemory([(0, 2, 4), (1, 3)])) as made:
         yield made
 
 
@@ -90,8 +65,8 @@ def on_all_ranks(update, ranks, *, loads=None, timeout_s=30.0):
 
 @pytest.mark.parametrize(("parts", "ranks"), [([range(5)], 1), ([(0, 2, 4), (1, 3)], 2), ([(4,), (0,), (1, 2, 3)], 3)])
 def test_all_ranks_take_a_version_from_all_owners_bit_by_bit(parts, ranks):
-    with closing(Trainer(parts)) as trainer:
-        update = trainer.publish(3)
+    with closing(TrainerMemory(parts)) as trainer:
+        update = trainer.publish(3, BUCKETS)
         shapes = described("weights-3", update.direct, timeout_s=30.0)
         assert shapes == {name: tuple(tensor.shape) for name, tensor in TENSORS.items()}
         outcomes = on_all_ranks(update, ranks)
@@ -115,7 +90,7 @@ def test_memory_takes_a_later_bucket_when_no_tensor_uses_it():
 
 
 def test_a_late_engine_takes_the_version_before_while_the_next_one_is_published(one):
-    first = one.publish(3)
+    first = one.publish(3, BUCKETS)
     second = one.publish(4, [[(name, -tensor) for name, tensor in bucket] for bucket in BUCKETS])
     for update, sign in ((first, 1), (second, -1)):
         took, report = take(update)
@@ -124,15 +99,15 @@ def test_a_late_engine_takes_the_version_before_while_the_next_one_is_published(
 
 
 def test_a_damaged_bucket_is_named_with_its_rank(trainer):
-    update = trainer.publish(3)
-    trainer.held[1].bucket("weights-3", 1).data[5] ^= 1
+    update = trainer.publish(3, BUCKETS)
+    trainer.ranks[1].bucket("weights-3", 1).data[5] ^= 1
     found = difference(update, [report for _, report in on_all_ranks(update, 2)])
     assert "rank 1 " in found and "bucket 1 " in found
 
 
 def test_a_discarded_version_and_a_server_that_is_gone_are_named(one):
-    update = one.publish(3)
-    one.held[0].discard(keep_version=4)
+    update = one.publish(3, BUCKETS)
+    one.ranks[0].discard(keep_version=4)
     with pytest.raises(RuntimeError, match=f"bucket 0 of weights-3 {UNDELIVERED} .*no bucket 0 of weights-3"):
         take(update)
     gone = replace(update, direct=Direct((Source(f"{HOST}:1", (0,)),), "gloo"))
@@ -186,7 +161,7 @@ def test_an_engine_with_a_dead_rank_leaves_the_deliveries_to_others_alone(traine
 
 def be_an_owner(pipe):
     """A trainer rank that owns all buckets but one."""
-    trainer = Trainer([(1, 2, 3, 4)])
+    trainer = TrainerMemory([(1, 2, 3, 4)])
     pipe.send(trainer.publish(3, [[], *LARGE[1:]]).direct.sources)
     pipe.recv()
 
@@ -196,8 +171,8 @@ def test_an_owner_that_dies_is_named_by_each_rank(one):
     owner = multiprocessing.get_context("spawn").Process(target=be_an_owner, args=(theirs,))
     owner.start()
     (other,) = ours.recv()
-    (here,) = one.publish(3).direct.sources
-    update = replace(one.publish(3), direct=Direct((Source(here.address, (0,)), other), "gloo"))
+    (here,) = one.publish(3, BUCKETS).direct.sources
+    update = replace(one.publish(3, BUCKETS), direct=Direct((Source(here.address, (0,)), other), "gloo"))
 
     def kill(tensors):
         for name, _ in tensors:

@@ -83,23 +83,25 @@ def test_a_name_at_the_hub_is_found_in_its_cache_without_a_network(hub):
     (snapshot / "config.json").write_text("{}")
     (folder / "refs").mkdir()
     (folder / "refs" / "main").write_text("0" * 40)
-    assert local_checkpoint("Qwen/Tiny") == local_checkpoint("Qwen/Tiny@main") == snapshot
+    for name in ("Qwen/Tiny", "Qwen/Tiny@main"):
+        assert local_checkpoint(name, key="model.checkpoint") == snapshot
     assert model_name(str(snapshot)) == "Tiny"
 
 
 @pytest.mark.parametrize("name", ["Qwen/Tiny", "Qwen/Tiny@v2"])
+@pytest.mark.parametrize("key", ["model.checkpoint", "critic.checkpoint", "teachers.tutor.checkpoint"])
 @pytest.mark.usefixtures("hub")
-def test_a_name_that_the_hub_does_not_give_is_refused_with_the_ways_out(name):
+def test_a_name_that_the_hub_does_not_give_is_refused_with_the_ways_out(key, name):
     with pytest.raises(ConfigError) as caught:
-        load_config(["task=python", "task.factory=x.py:task", f"model.checkpoint={name}"])
+        load_config([f"{key}={name}"])
     (line,) = str(caught.value).splitlines()
-    assert line.startswith(f"model.checkpoint is {name}") and "hf download Qwen/Tiny" in line and "HF_TOKEN" in line
+    assert line.startswith(f"{key} is {name}") and "hf download Qwen/Tiny" in line and "HF_TOKEN" in line
 
 
 def test_a_folder_comes_before_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen" / "Tiny").mkdir(parents=True)
-    assert local_checkpoint("Qwen/Tiny").samefile(tmp_path / "Qwen" / "Tiny")
+    assert local_checkpoint("Qwen/Tiny", key="model.checkpoint").samefile(tmp_path / "Qwen" / "Tiny")
 
 
 def test_gpus_are_seen_without_torch(tmp_path):

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import fsspec
 import pytest
+import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
 from async_rl.inference.replica import EngineReplica
-from async_rl.trainer.export import export_update
+from async_rl.trainer.export import VersionWriter
 from async_rl.weights.overwrite import SHARED_MEMORY
 from async_rl.weights.remote import RemoteError, driver_problem, list_names
 from async_rl.weights.store import LocalStore
@@ -63,7 +64,10 @@ class Trainer(Weights):
 
     def publish(self, version, *, keep_version=0):
         self.change(version)
-        return export_update(self, self.directory, version=version, keep_version=keep_version, bases=self.bases)
+        groups = SimpleNamespace(device=torch.device("cpu"))
+        writer = VersionWriter(self, groups, delta=False, host=None, direct=None)
+        writer._bases = self.bases
+        return writer.write(self.directory, version=version, keep_version=keep_version)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 import multiprocessing
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,7 @@ from async_rl.weights.store import LocalStore, remove_unused
 from async_rl.weights.transport import (
     MAX_DELTAS,
     Bases,
-    Seat,
     UpdateError,
-    WeightUpdate,
     base_of,
     discard_updates,
     finish_update,
@@ -22,7 +19,6 @@ from async_rl.weights.transport import (
     version_folder,
     write_bucket,
 )
-from message_queue.tokens import WeightVersion
 from tests.helpers.updates import read_update
 
 PATTERNS = torch.tensor([float("nan"), -0.0, 0.0, float("inf"), 1e-40, -1.0])
@@ -82,18 +78,6 @@ def store(tmp_path):
 
 def files(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_store_brings_a_version_on_its_route(store, monkeypatch):
-    calls = []
-    for route in ("fetch", "download", "receive"):
-        monkeypatch.setattr(store, route, lambda *given, route=route: calls.append((route, *given)))
-    update, url = WeightUpdate(Path("weights-1"), WeightVersion(1, "a")), "s3://bucket/weights-1"
-    seat = Seat(delivery="d", index=0, size=1, sources=(), backend="gloo", timeout_s=1.0)
-    store.bring(update, None)
-    store.bring(replace(update, url=url), None)
-    store.bring(update, seat)
-    assert calls == [("fetch", update.path), ("download", url), ("receive", update, seat)]
 
 
 def test_fifty_versions_arrive_bit_by_bit_and_one_is_kept(owner, store):

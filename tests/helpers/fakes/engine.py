@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
@@ -16,7 +15,7 @@ from async_rl.inference.gate import ReplicaStats
 from async_rl.inference.spans import cut_into_segments
 from async_rl.simulator.standins import ScriptedReplica
 from async_rl.weights.transport import WeightUpdate
-from message_queue.errors import AnswerError, ContractError, EngineError
+from message_queue.errors import AnswerError, ContractError
 from message_queue.sampling_support import SamplingSupport
 from message_queue.tokens import RoutedExperts, RoutingSpec, StopReason, TokenOutput, WeightVersion
 from tests.helpers.fakes.sampled import SPEC, Script, fake_kept, fake_logprob, fake_row, fake_weights
@@ -92,7 +91,6 @@ class FakeEngine(ScriptedReplica):
         self._edge = edge
         self._hung = False
         self._running: dict[str, _Decode] = {}
-        self._prefixes: Counter[str] = Counter()  # of the ids that run
 
     # ---- life cycle
 
@@ -133,16 +131,20 @@ class FakeEngine(ScriptedReplica):
     def hang(self) -> None:
         """Answer nothing from now on, neither requests nor control calls."""
         self._hung = True
+        for control in ("pause", "abort", "drain", "freeze", "resume", "fetch", "stage", "load", "stats"):
+            setattr(self, control, self._never)
+
+    async def _never(self, *_arguments: object, **_options: object) -> None:
+        await asyncio.Event().wait()
 
     async def _answering(self) -> None:
         if self._hung:
-            await asyncio.Event().wait()
-        await super()._answering()
+            await self._never()
+        self._gate.check_alive()
 
     # ---- decoding
 
     async def generate(self, request: GenerateRequest) -> list[TokenOutput]:
-        self._refuse_bad_ids(request)
         self.requests.append(request)
         await self._answering()
         async with self._gate.admit(request.request_id):
@@ -151,12 +153,10 @@ class FakeEngine(ScriptedReplica):
                 raise failure
             decode = self._running[request.request_id] = _Decode()
             decode.moving.set()
-            self._prefixes.update(prefixes := [request.request_id[:end] for end in range(1, len(request.request_id))])
             try:
                 return self._sent(request, await self._decode(request, decode))
             finally:
                 del self._running[request.request_id]
-                self._prefixes.subtract(prefixes)
 
     async def _decode(self, request: GenerateRequest, decode: _Decode) -> list[TokenOutput]:
         ids = request.token_ids.tolist()
@@ -253,11 +253,6 @@ class FakeEngine(ScriptedReplica):
                     await decode.interrupt.wait()
         await decode.moving.wait()
         await self._answering()
-
-    def _refuse_bad_ids(self, request: GenerateRequest) -> None:
-        name = request.request_id
-        if self._prefixes[name] or any(name[:end] in self._running for end in range(1, len(name) + 1)):
-            raise EngineError(f"request id {name!r} is a prefix of one that runs, or starts with one")
 
 
 def check_at_edge(

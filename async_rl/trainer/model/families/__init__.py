@@ -7,17 +7,15 @@ trained; see `is_carried`.
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 from async_rl.trainer.model.families.family import Family, Kind, ModelShape, UnbuiltFeature, WeightNames
 from async_rl.trainer.model.families.nearest import nearest_family
 from async_rl.trainer.model.families.shape import shape_of
 from async_rl.trainer.model.families.weights import weight_names
-from async_rl.weights.model_info import CheckpointError
+from async_rl.weights.model_info import CheckpointError, read_config
 
 __all__ = ["FAMILIES", "Family", "Kind", "ModelShape", "WeightNames", "read_shape", "weight_names"]
 
@@ -33,12 +31,7 @@ def read_shape(checkpoint: Path) -> ModelShape:
     Raises:
         CheckpointError: the config cannot be read, or the family or a feature is not supported.
     """
-    path = checkpoint / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{path} cannot be read ({cause}); give a Hugging Face checkpoint folder") from error
+    path, config = checkpoint / "config.json", read_config(checkpoint)
     name = config.get("model_type")
     if name not in FAMILIES:
         raise CheckpointError(
@@ -47,8 +40,14 @@ def read_shape(checkpoint: Path) -> ModelShape:
             "(docs/guides/family.md)"
         )
     try:
-        return shape_of(config, FAMILIES[name])
+        shape = shape_of(config, FAMILIES[name])
     except UnbuiltFeature as error:
         raise CheckpointError(f"{path} {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{path} has no field {error.args[0]!r}, which {name} needs; complete it") from error
+    if shape.has_vision and not shape.family.takes_vision:
+        raise CheckpointError(
+            f"{path} has a vision_config and text of {name}, which the trainer builds without a vision tower only; "
+            "save the text part as a checkpoint"
+        )
+    return shape

@@ -10,7 +10,18 @@ if TYPE_CHECKING:
     from async_rl.trainer.model.families.rope import Rope
 
 HFConfig = dict[str, Any]
-Kind = Literal["direct", "vocabulary", "qkv", "gated_qkv", "conv_qkv", "gate_up", "stacked", "stacked_gate_up"]
+Kind = Literal[
+    "direct",
+    "vocabulary",
+    "qkv",
+    "gated_qkv",
+    "delta_conv",
+    "delta_qkvz",
+    "delta_ba",
+    "gate_up",
+    "stacked",
+    "stacked_gate_up",
+]
 
 
 class UnbuiltFeature(ValueError):
@@ -39,9 +50,9 @@ class WeightNames:
 
     kind: Kind
     """direct: unchanged. vocabulary: with rows padded for tensor parallelism. qkv: interleaved by key-value head.
-    gated_qkv: the same, and in the checkpoint each query head stands before its gate. conv_qkv: channels of queries,
-    keys and values, interleaved by key head. gate_up: concatenated, gate first. stacked: one tensor of all experts,
-    matrices transposed. stacked_gate_up: the same, with gate and up in turns."""
+    gated_qkv: the same, and in the checkpoint each query head stands before its gate. delta_conv, delta_qkvz and
+    delta_ba: rows of gated delta nets, interleaved by key head. gate_up: concatenated, gate first. stacked: one tensor
+    of all experts, matrices transposed. stacked_gate_up: the same, with gate and up in turns."""
     names: tuple[str, ...]
     """Names; in a Table with the placeholders {layer} and {expert}."""
 
@@ -70,6 +81,8 @@ class Family:
     """Whether the norms of queries and of keys are over all heads together, not over each head."""
     local_only: bool = False
     """Whether the family is built with megatron's local spec only."""
+    takes_vision: bool = False
+    """Whether a checkpoint may have a vision tower, which is not trained."""
 
     @property
     def patterns(self) -> set[str]:
@@ -96,6 +109,8 @@ class ModelShape:
     """Whether the output layer uses the weight of the embedding."""
     num_carried_layers: int = 0
     """Layers for multi-token prediction, numbered after the others; see `is_carried`."""
+    has_vision: bool = False
+    """Whether the checkpoint also has a vision tower, and the names of weights are those of its text part."""
 
     @property
     def convolved_rows(self) -> int | None:

@@ -21,12 +21,13 @@ _STAND_INS = {"first_k_dense_replace": 0, "hidden_size": 1 << 14}
 _NO_EFFECT = {
     *("architectures", "auto_map", "chunk_size_feed_forward", "dtype", "ep_size", "id2label", "initializer_range"),
     *("label2id", "max_position_embeddings", "max_window_layers", "model_type", "pretraining_tp", "rope_theta"),
+    *("is_encoder_decoder", "output_attentions", "output_hidden_states", "output_router_logits", "problem_type"),
     *("return_dict", "router_jitter_noise", "tokenizer_class", "torch_dtype", "transformers_version", "use_cache"),
 }
 _NO_EFFECT_ENDS = ("_token_id", "dropout", "_pdrop", "_coef", "_implementation", "name_or_path")
 
 
-class _Fields(HFConfig):
+class RecordedFields(HFConfig):
     """A config that remembers which fields are read."""
 
     def __init__(self, config: HFConfig) -> None:
@@ -90,7 +91,7 @@ def nearest_family(checkpoint: Path, config: HFConfig, families: Mapping[str, Fa
 
 
 def _difference(config: HFConfig, names: set[str], family: Family, name: str) -> Difference:
-    fields, refused, absent = _Fields(config), dict[str, str](), list[str]()
+    fields, refused, absent = RecordedFields(config), dict[str, str](), list[str]()
     shape = _lenient_shape(fields, family, refused=refused, absent=absent)
     found = {pattern(each) for each in names}
     missing, unknown, share = set[str](), set[str](), 0.0
@@ -121,7 +122,9 @@ def _difference(config: HFConfig, names: set[str], family: Family, name: str) ->
     )
 
 
-def _lenient_shape(fields: _Fields, family: Family, *, refused: dict[str, str], absent: list[str]) -> ModelShape | None:
+def _lenient_shape(
+    fields: RecordedFields, family: Family, *, refused: dict[str, str], absent: list[str]
+) -> ModelShape | None:
     """The shape with other values for fields that are refused or absent, which are added to the arguments.
 
     None if the config cannot be read even so.
@@ -145,7 +148,7 @@ def _lenient_shape(fields: _Fields, family: Family, *, refused: dict[str, str], 
             return None
 
 
-def _replace(fields: _Fields, error: UnbuiltFeature) -> None:
+def _replace(fields: RecordedFields, error: UnbuiltFeature) -> None:
     """Remove a refused field, also from the fields of the rotary embedding, or give it a value that is supported."""
     names = {"rope_type": ("rope_type", "type")}.get(error.field, (error.field.partition(".")[0],))
     for name in names:
@@ -159,10 +162,14 @@ def _replace(fields: _Fields, error: UnbuiltFeature) -> None:
 
 def _has_no_effect(config: HFConfig, field: str, value: Any) -> bool:
     """Whether a field that no family reads changes nothing: by its name, or because it is off or a factor of 1.0."""
+    return has_no_effect(config, field) or not value or (isinstance(value, float) and value == 1.0)
+
+
+def has_no_effect(config: HFConfig, field: str) -> bool:
+    """Whether no value of a field that no family reads changes anything."""
     if field == "sliding_window" and "use_sliding_window" in config:
         return True  # only that field turns the window on
-    by_name = field in _NO_EFFECT or field.endswith(_NO_EFFECT_ENDS) or field.startswith("_")
-    return by_name or not value or (isinstance(value, float) and value == 1.0)
+    return field in _NO_EFFECT or field.endswith(_NO_EFFECT_ENDS) or field.startswith("_")
 
 
 def _short(value: Any) -> str:

@@ -10,8 +10,13 @@ from async_rl.trainer.model.families.family import HFConfig, Table, UnbuiltFeatu
 # ---- settings
 
 
-def attention(config: HFConfig, *, head_dim: int | None = None) -> dict[str, Any]:
-    """Sizes of the model, with grouped-query attention; `head_dim` is by default that of the config."""
+def attention(config: HFConfig, *, head_dim: int | None = None, width: int | None = None) -> dict[str, Any]:
+    """Sizes of the model, with grouped-query attention.
+
+    Args:
+        head_dim: channels of a head, by default those of the config.
+        width: columns of a dense MLP, by default those of the config.
+    """
     heads = config["num_attention_heads"]
     return {
         "num_layers": config["num_hidden_layers"],
@@ -19,7 +24,7 @@ def attention(config: HFConfig, *, head_dim: int | None = None) -> dict[str, Any
         "num_attention_heads": heads,
         "num_query_groups": config.get("num_key_value_heads") or heads,
         "kv_channels": head_dim or config.get("head_dim") or config["hidden_size"] // heads,
-        "ffn_hidden_size": config["intermediate_size"],
+        "ffn_hidden_size": width or config["intermediate_size"],
         "layernorm_epsilon": config["rms_norm_eps"],
     }
 

@@ -48,19 +48,19 @@ def _experts(config: HFConfig) -> dict[str, Any]:
     )
 
 
+GATED_EXPERTS = {
+    **parts.router(),
+    **parts.shared_experts("shared_expert"),
+    **parts.direct({"mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}),
+}
+"""Router, and a shared expert with a gate."""
 _DENSE = {**parts.GROUPED_QUERIES, **parts.DENSE_MLP}
 FAMILIES = {
     "qwen2": Family(megatron=qwen2, layer_weights={**_DENSE, **parts.QKV_BIAS}),
     "qwen3": Family(megatron=qwen3, layer_weights={**_DENSE, **parts.HEAD_NORMS}),
     "qwen2_moe": Family(
         megatron=qwen2_moe,
-        layer_weights={
-            **_DENSE,
-            **parts.QKV_BIAS,
-            **parts.router(),
-            **parts.shared_experts("shared_expert"),
-            **parts.direct({"mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}),
-        },
+        layer_weights={**_DENSE, **parts.QKV_BIAS, **GATED_EXPERTS},
         expert_weights=parts.experts(),
     ),
     "qwen3_moe": Family(

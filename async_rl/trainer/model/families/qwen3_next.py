@@ -6,22 +6,27 @@ from typing import Any
 
 from async_rl.trainer.model.families import parts
 from async_rl.trainer.model.families.family import Family, HFConfig, UnbuiltFeature, WeightNames, refuse_unless
-from async_rl.trainer.model.families.qwen import qwen2_moe
+from async_rl.trainer.model.families.qwen import GATED_EXPERTS, qwen2_moe
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def qwen3_next(config: HFConfig) -> dict[str, Any]:
-    """Norms multiply by 1 + weight. Key and value heads of the gated delta nets have their own sizes."""
-    parts.refuse_bias(config)
+    """Softmax routing, and a shared expert with a sigmoid gate."""
     refuse_unless(config, "qkv_bias", (False, None), "trainer and engines build this family without it")
+    return {**qwen2_moe(config), "add_qkv_bias": False, **hybrid(config)}
+
+
+def hybrid(config: HFConfig) -> dict[str, Any]:
+    """Gated delta nets, whose key and value heads have their own sizes, and gated attention; norms times 1 + weight."""
+    parts.refuse_bias(config)
+    refuse_unless(config, "attn_output_gate", (True, None), "the trainer builds attention with an output gate")
+    refuse_unless(config, "output_gate_type", ("swish", "silu", None), "the trainer builds gates of delta nets by SiLU")
     kinds = _layer_types(config)
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     if values % keys:
         raise UnbuiltFeature("linear_num_value_heads", values, f"it must be a multiple of linear_num_key_heads={keys}")
     return {
-        **qwen2_moe(config),
-        "add_qkv_bias": False,
         "qk_layernorm": True,
         "attention_output_gate": True,
         "layernorm_zero_centered_gamma": True,
@@ -44,32 +49,28 @@ def _layer_types(config: HFConfig) -> list[str]:
 
 
 _QKV = tuple(f"{parts.ATTENTION}{c}_proj.weight" for c in "qkv")
-_DELTA_NET = parts.LAYER + "linear_attn."
+DELTA_NET = parts.LAYER + "linear_attn."
+HYBRID = {
+    **parts.GROUPED_QUERIES,
+    "self_attention.linear_qkv.weight": WeightNames("gated_qkv", _QKV),
+    **parts.HEAD_NORMS,
+    "self_attention.conv_weight": WeightNames("delta_conv", (f"{DELTA_NET}conv1d.weight",)),
+    **parts.direct(
+        {"A_log": "A_log", "dt_bias": "dt_bias", "norm_weight": "norm.weight", "out_proj.weight": "out_proj.weight"},
+        ours="self_attention.",
+        theirs=DELTA_NET,
+    ),
+}
+"""Gated attention, and gated delta nets without their input projections."""
+_IN_PROJECTIONS = parts.direct(
+    {f"{name}.weight": f"{name}.weight" for name in ("in_proj_qkvz", "in_proj_ba")},
+    ours="self_attention.",
+    theirs=DELTA_NET,
+)
 FAMILIES = {
     "qwen3_next": Family(
         megatron=qwen3_next,
-        layer_weights={
-            **parts.GROUPED_QUERIES,
-            "self_attention.linear_qkv.weight": WeightNames("gated_qkv", _QKV),
-            **parts.HEAD_NORMS,
-            "self_attention.conv_weight": WeightNames("conv_qkv", (f"{_DELTA_NET}conv1d.weight",)),
-            **parts.direct(
-                {
-                    "in_proj_qkvz.weight": "in_proj_qkvz.weight",
-                    "in_proj_ba.weight": "in_proj_ba.weight",
-                    "A_log": "A_log",
-                    "dt_bias": "dt_bias",
-                    "norm_weight": "norm.weight",
-                    "out_proj.weight": "out_proj.weight",
-                },
-                ours="self_attention.",
-                theirs=_DELTA_NET,
-            ),
-            **parts.DENSE_MLP,
-            **parts.router(),
-            **parts.shared_experts("shared_expert"),
-            **parts.direct({"mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight"}),
-        },
+        layer_weights={**HYBRID, **_IN_PROJECTIONS, **parts.DENSE_MLP, **GATED_EXPERTS},
         expert_weights=parts.experts(),
         layer_types=(LINEAR, FULL),
         partial_rotary=0.25,

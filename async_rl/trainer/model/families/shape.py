@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from async_rl.trainer.model.families.family import Family, HFConfig, ModelShape, UnbuiltFeature, refuse_unless
 from async_rl.trainer.model.families.rope import read_rope
-from async_rl.weights.model_info import quantization_problem
+from async_rl.weights.model_info import VISION_CONFIG, quantization_problem
+
+# Fields that vLLM reads, and transformers in none of these families -> the value that changes nothing.
+_READ_BY_ENGINES = {
+    **{"dual_chunk_attention_config": None, "index_topk": None, "llama_4_scaling": None},
+    **{"bias": False, "is_causal": True, "logit_scale": 1.0, "qk_norm": False},
+}
 
 
 def shape_of(config: HFConfig, family: Family) -> ModelShape:
@@ -29,6 +35,7 @@ def shape_of(config: HFConfig, family: Family) -> ModelShape:
         ),
         tied=bool(config.get("tie_word_embeddings", False)),
         num_carried_layers=config.get("num_nextn_predict_layers") or 0,
+        has_vision=config.get(VISION_CONFIG) is not None,
     )
 
 
@@ -39,5 +46,7 @@ def _refuse_common(config: HFConfig, family: Family) -> None:
     refuse_unless(config, "hidden_act", ("silu",), "the trainer builds gated SiLU layers")
     refuse_unless(config, "mlp_bias", (False, None), "the trainer builds MLPs without bias")
     refuse_unless(config, "use_sliding_window", (False, None), "the trainer attends to the whole sequence")
+    for field, neutral in _READ_BY_ENGINES.items():
+        refuse_unless(config, field, (neutral, None), "engines read it, but transformers and the trainer do not")
     if other := sorted(set(config.get("layer_types") or ()) - {*family.layer_types}):
         raise UnbuiltFeature("layer_types", other, f"the trainer builds {', '.join(family.layer_types)} in this family")

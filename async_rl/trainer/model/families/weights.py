@@ -19,6 +19,12 @@ def weight_names(shape: ModelShape, name: str) -> WeightNames:
     Raises:
         KeyError: the family has no such weight.
     """
+    found = _names(shape, name)
+    return WeightNames(found.kind, tuple(_in_checkpoint(shape, each) for each in found.names))
+
+
+def _names(shape: ModelShape, name: str) -> WeightNames:
+    """As `weight_names`, in a checkpoint of the text part alone."""
     if name in _OUTER:
         return _OUTER[name]
     if name == "output_layer.weight":
@@ -28,6 +34,11 @@ def weight_names(shape: ModelShape, name: str) -> WeightNames:
     found = shape.family.expert_weights[expert[2]] if expert else shape.family.layer_weights[rest]
     number = expert[1] if expert else ""
     return WeightNames(found.kind, tuple(n.format(layer=layer, expert=number) for n in found.names))
+
+
+def _in_checkpoint(shape: ModelShape, name: str) -> str:
+    """`model.norm.weight` -> `model.language_model.norm.weight`, in a checkpoint with a vision tower."""
+    return re.sub(r"^model\.", "model.language_model.", name) if shape.has_vision else name
 
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -53,7 +64,7 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj")
 
 
 def expected_weights(shape: ModelShape) -> set[str]:
-    """Hugging Face names of all tensors of a model, without layers for multi-token prediction."""
+    """Hugging Face names of all tensors of a model, without those that are carried."""
     model, family = shape.megatron, shape.family
     names = ["model.embed_tokens.weight", "model.norm.weight", *(() if shape.tied else ("lm_head.weight",))]
     for layer, routed in enumerate(model.get("moe_layer_freq") or [0] * model["num_layers"]):
@@ -70,14 +81,14 @@ def expected_weights(shape: ModelShape) -> set[str]:
                 for weight in family.expert_weights.values()
                 for name in weight.names
             ]
-    return set(names)
+    return {_in_checkpoint(shape, name) for name in names}
 
 
 def compare_weights(shape: ModelShape, names: Iterable[str]) -> tuple[set[str], set[str]]:
     """(tensors of the model that `names` lack, other tensors in `names`), by Hugging Face names.
 
     Experts may be in one tensor of each layer. Left out are tensors that change nothing: rotary frequencies, the output
-    head of tied embeddings, and layers that are numbered after those of the model.
+    head of tied embeddings, and tensors that are carried; see `is_carried`.
     """
     expected = expected_weights(shape)
     found = {each for name in names for each in _single_experts(name, shape=shape, expected=expected)}

@@ -91,16 +91,6 @@ async def test_requests_are_marked_for_abort_and_awaited():
     assert gate.stats().busy_seconds == busy, "idle time is not busy time"
 
 
-async def test_a_request_that_fails_is_finished_too():
-    gate = RequestGate("r")
-    with pytest.raises(RuntimeError, match="engine"):
-        async with gate.admit("a") as request:
-            raise RuntimeError("engine")
-    assert request.finished.is_set()
-    assert not request.aborted
-    assert gate.stats().in_flight == 0
-
-
 async def test_a_failure_wakes_all_waiters_and_later_calls_raise_its_reason():
     gate, go = RequestGate("r"), asyncio.Event()
     parked = await parked_requests(gate, 2)
