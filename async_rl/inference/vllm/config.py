@@ -312,6 +312,12 @@ def engine_environment(config: VllmConfig) -> dict[str, str]:
     return process_environment(config) | device_environment(config)
 
 
+def gpu_args(config: VllmConfig) -> dict[str, Any]:
+    """Fields of AsyncEngineArgs for a replica on GPUs."""
+    args: dict[str, Any] = {"gpu_memory_utilization": config.gpu_share(), "kv_cache_dtype": config.kv_cache_dtype}
+    return args if config.block_size is None else {**args, "block_size": config.block_size}
+
+
 def engine_args(
     config: VllmConfig,
     model: ServedModel,
@@ -364,11 +370,7 @@ def engine_args(
             "master_port": place.port,
             "data_parallel_rpc_port": place.port + 1,
         }
-    if device_of(config) == "cuda":
-        args |= {"gpu_memory_utilization": config.gpu_share(), "kv_cache_dtype": config.kv_cache_dtype}
-        args |= {} if config.block_size is None else {"block_size": config.block_size}
-    else:
-        args |= cpu_args(config, model)
+    args |= gpu_args(config) if device_of(config) == "cuda" else cpu_args(config, model)
     if taken := sorted(args.keys() & config.extra_args.keys()):
         raise ValueError(
             f"engine.extra_args sets {', '.join(taken)}, which {model.info.family} on this device needs as "
